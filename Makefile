@@ -1,0 +1,79 @@
+# Everything runs in .venv, which the first target creates: Python 3.11 or newer, make and bash are
+# enough. A stamp file says that the extras of a target are installed, so a second run is instant.
+# Another interpreter: make PYTHON=python3.12 test
+
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+INPUTS := pyproject.toml constraints.txt finwhale/__init__.py
+# Extra pytest arguments, for instance: make test ARGS="-k layer_table"
+ARGS   ?=
+# .ci/run sets this to "coverage run -m pytest".
+PYTEST ?= pytest
+
+export OMP_NUM_THREADS = 1
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+export PYTHONHASHSEED = 0
+
+.PHONY: help demo test test-full check golden bench format clean
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make demo       train, save, load and talk to a small model (about five minutes, two cores)"
+	@echo "make test       the fast tests (at most eight minutes on two cores)"
+	@echo "make test-full  the slow ones as well"
+	@echo "make check      lint, format, types, import contracts, sizes"
+	@echo "make golden     regenerate stored answers; review the diff"
+	@echo "make bench      timings as JSON lines"
+	@echo "make format     rewrite sources in the house format"
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "finwhale needs Python 3.11 or newer; try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.with-demo: $(INPUTS) | $(BIN)/python
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[text,cli]"
+	@touch $@
+
+$(VENV)/.with-test: $(INPUTS) | $(BIN)/python
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[text,cli,test]"
+	@touch $@
+
+$(VENV)/.with-dev: $(INPUTS) | $(BIN)/python
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[text,cli,test,dev]"
+	@touch $@
+
+demo: $(VENV)/.with-demo
+	$(BIN)/finwhale demo $(ARGS)
+
+test: $(VENV)/.with-test
+	$(BIN)/python -m $(PYTEST) -n 2 --timeout 60 -m "not slow and not gpu and not oracle_env" $(ARGS)
+
+# Slow tests train and save whole models, so their limit is ten minutes each.
+test-full: $(VENV)/.with-test
+	$(BIN)/python -m $(PYTEST) -n 2 --timeout 600 -m "not gpu and not oracle_env" $(ARGS)
+
+check: $(VENV)/.with-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python --summarize-errors
+	$(BIN)/lint-imports --no-logo --no-cache
+	$(BIN)/python .ci/check_tree.py
+
+golden: $(VENV)/.with-test
+	$(BIN)/python tests/golden/write_help_texts.py
+	PYTHON=$(abspath $(BIN)/python) bash tests/oracles/regenerate.sh
+
+bench: $(VENV)/.with-demo
+	@set -e; found=0; for script in bench/*.py; do \
+	  [ -e "$$script" ] || continue; found=1; $(BIN)/python "$$script" $(ARGS); done; \
+	[ $$found -eq 1 ] || echo "bench/ holds no scripts yet"
+
+format: $(VENV)/.with-dev
+	$(BIN)/ruff check --fix --select I .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .coverage* runs build dist

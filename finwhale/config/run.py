@@ -1,0 +1,198 @@
+"""A training run as one frozen value, and typed `path=value` overrides of it.
+
+A recipe is a function that returns a `RunConfig`; everything that changes the mathematics of a
+run is a field here, so the value written to `run.json` is the run. The number of steps is a
+field and never a clock: a run that ended "after five minutes" could not be repeated.
+Refused: fields that contradict each other, unknown override paths, values of another type.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any
+
+from finwhale.config.model import ConfigError, ModelConfig
+from finwhale.config.presets import preset
+
+
+def _require(ok: bool, name: str, got: object, want: str) -> None:
+    if not ok:
+        raise ConfigError(f"{name}: got {got!r}, expected {want}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig:
+    """What is read. Sizes are caps in bytes of text."""
+
+    # "stdlib" is the Python installation's own library; anything else is a folder of text files.
+    corpus: str = "stdlib"
+    train_bytes: int = 6_000_000
+    validation_bytes: int = 200_000
+    # A tokenizer.json; None trains a byte-level BPE of the model's vocabulary on the corpus.
+    tokenizer: str | None = None
+
+    def __post_init__(self) -> None:
+        _require(bool(self.corpus), "data.corpus", self.corpus, "'stdlib' or a folder")
+        for name in ("train_bytes", "validation_bytes"):
+            _require(getattr(self, name) > 0, f"data.{name}", getattr(self, name), "above 0")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimConfig:
+    """AdamW. Norms, biases, sinks and scales get no weight decay."""
+
+    lr: float = 1e-3
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    # Largest L2 norm of all gradients together; larger ones are scaled down to it.
+    grad_clip: float = 1.0
+    # Step of the routing bias against over-used experts; 0 leaves the bias alone.
+    balance_rate: float = 0.001
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "eps", "grad_clip"):
+            _require(getattr(self, name) > 0, f"optim.{name}", getattr(self, name), "above 0")
+        for name in ("beta1", "beta2"):
+            value = getattr(self, name)
+            _require(0 <= value < 1, f"optim.{name}", value, "at least 0 and below 1")
+        for name in ("weight_decay", "balance_rate"):
+            _require(getattr(self, name) >= 0, f"optim.{name}", getattr(self, name), "at least 0")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScheduleConfig:
+    """Linear warm-up to the full rate, then a cosine down to `min_ratio` of it."""
+
+    steps: int = 1000
+    warmup_steps: int = 50
+    min_ratio: float = 0.1
+
+    def __post_init__(self) -> None:
+        _require(self.steps > 0, "schedule.steps", self.steps, "above 0")
+        want = f"between 0 and schedule.steps = {self.steps}"
+        warmup = self.warmup_steps
+        _require(0 <= warmup <= self.steps, "schedule.warmup_steps", warmup, want)
+        _require(0 <= self.min_ratio <= 1, "schedule.min_ratio", self.min_ratio, "between 0 and 1")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunConfig:
+    """One training run. One step reads `batch_rows` rows of `sequence_length` tokens."""
+
+    model: ModelConfig
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    batch_rows: int = 8
+    # Rows per forward pass; a step accumulates gradients over batch_rows / micro_batch_rows passes.
+    micro_batch_rows: int = 8
+    sequence_length: int = 256
+    # Positions whose logits exist at one time in the loss.
+    loss_chunk_tokens: int = 4096
+    # Round cached rows to their storage formats while training (straight-through gradients).
+    cache_rounding: bool = True
+    seed: int = 0
+    threads: int = 2
+    # Validate every so many steps, and always after the last; 0: only after the last.
+    eval_every: int = 0
+    # Save the training state every so many steps, and always after the last.
+    save_every: int = 200
+
+    def __post_init__(self) -> None:
+        for name in (
+            "batch_rows micro_batch_rows sequence_length loss_chunk_tokens threads save_every"
+        ).split():
+            _require(getattr(self, name) > 0, name, getattr(self, name), "above 0")
+        for name in ("eval_every", "seed"):
+            _require(getattr(self, name) >= 0, name, getattr(self, name), "at least 0")
+        want = f"a divisor of batch_rows = {self.batch_rows}"
+        divides = self.batch_rows % self.micro_batch_rows == 0
+        _require(divides, "micro_batch_rows", self.micro_batch_rows, want)
+        longest = self.model.text_config.max_position_embeddings
+        want = f"at most max_position_embeddings = {longest}"
+        _require(self.sequence_length <= longest, "sequence_length", self.sequence_length, want)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the whole run as plain objects; the model as its released config.json."""
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "model"}
+        plain = {k: dataclasses.asdict(v) if is_dataclass(v) else v for k, v in values.items()}
+        return {"model": self.model.to_json(), **plain}
+
+
+def with_overrides(run: RunConfig, settings: Iterable[str]) -> RunConfig:
+    """Return `run` with each `path=value` applied in order, typed by the field it names.
+
+    `optim.lr=6e-4`, `data.tokenizer=none`, `model=nano` (a preset by name),
+    `model.text_config.n_routed_experts=8`. Raises ConfigError with path, value and expectation.
+    """
+    for setting in settings:
+        path, equals, text = setting.partition("=")
+        if not equals or not path:
+            raise ConfigError(f"--set {setting}: expected path=value, as in optim.lr=6e-4")
+        try:
+            run = _assign(run, path.split("."), 0, text)
+        except ConfigError as error:
+            raise ConfigError(f"--set {setting}: {error}") from None
+    return run
+
+
+def _assign(owner: Any, names: list[str], depth: int, text: str) -> Any:
+    """Return `owner` with the field `names[depth:]` replaced; validation runs at every level."""
+    name, path = names[depth], ".".join(names[: depth + 1])
+    known = [f.name for f in fields(owner)]
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(known)}"
+        raise ConfigError(f"{path}: unknown field; {hint}")
+    current = getattr(owner, name)
+    if depth + 1 < len(names):
+        if not is_dataclass(current):
+            raise ConfigError(f"{path}: is a {type(current).__name__} and has no fields")
+        return replace(owner, **{name: _assign(current, names, depth + 1, text)})
+    kind = typing.get_type_hints(type(owner))[name]
+    return replace(owner, **{name: _parse(kind, text, path)})
+
+
+def _parse(kind: Any, text: str, path: str) -> Any:
+    """Return `text` read as a value of type `kind`."""
+    options = [kind]
+    if typing.get_origin(kind) in (types.UnionType, typing.Union):
+        options = list(typing.get_args(kind))
+        if types.NoneType in options and text.lower() == "none":
+            return None
+        options.remove(types.NoneType)
+    option = options[0]
+    if option is ModelConfig:
+        try:
+            return preset(text)
+        except ValueError as error:
+            raise ConfigError(f"{path}: {error}") from None
+    if is_dataclass(option):
+        inner = ", ".join(f"{path}.{f.name}" for f in fields(option))
+        raise ConfigError(f"{path}: is a group of fields; set one of {inner}")
+    if typing.get_origin(option) is tuple:
+        parts = [part for part in text.strip("()[]").split(",") if part.strip()]
+        return tuple(_parse_scalar(typing.get_args(option)[0], p.strip(), path) for p in parts)
+    return _parse_scalar(option, text, path)
+
+
+def _parse_scalar(kind: type, text: str, path: str) -> Any:
+    if kind is str:
+        return text
+    if kind is bool:
+        if text.lower() in ("true", "false"):
+            return text.lower() == "true"
+        raise ConfigError(f"{path}: got {text!r}, expected true or false")
+    try:
+        # Underscores only between digits, as in Python: 6_000_000.
+        return kind(text)
+    except ValueError:
+        example = "a whole number" if kind is int else "a number"
+        raise ConfigError(f"{path}: got {text!r}, expected {example} ({kind.__name__})") from None

@@ -1,0 +1,80 @@
+"""CSA2 attention of one layer: query, window KV, entries by mode, sparse core, output.
+
+Full makes entries and index keys and selects; Reindex selects anew among its owner's entries;
+Reuse takes the selection it finds; Window has no entries. The layer table says which; nothing
+here looks at a layer id to decide. Source: spec/backbone.md sections 4 and 5.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from finwhale.config import AttentionMode, LayerSpec
+from finwhale.model.compressor import Compressor
+from finwhale.model.indexer import Indexer
+from finwhale.model.layers import ForwardState, Linear, Parts, RMSNorm, rounded
+
+
+class Attention(nn.Module):
+    """The `attn.*` tensors of one layer."""
+
+    def __init__(self, parts: Parts, spec: LayerSpec):
+        super().__init__()
+        c = parts.config
+        heads, dim = c.num_attention_heads, c.head_dim
+        self.parts, self.spec = parts, spec
+        self.wq_a = Linear(parts, c.hidden_size, c.q_lora_rank, "quantized")
+        self.q_norm = RMSNorm(parts, c.q_lora_rank)
+        self.wq_b = Linear(parts, c.q_lora_rank, heads * dim, "quantized")
+        self.wkv = Linear(parts, c.hidden_size, dim, "quantized")
+        self.kv_norm = RMSNorm(parts, dim)
+        group_width = heads * dim // c.o_groups
+        self.wo_a = Linear(parts, group_width, c.o_groups * c.o_lora_rank, "plain")
+        self.wo_b = Linear(parts, c.o_groups * c.o_lora_rank, c.hidden_size, "quantized")
+        self.attn_sink = nn.Parameter(torch.empty(heads, dtype=torch.float32))
+        self.compressor = Compressor(parts, spec) if spec.owns_kv else None
+        self.indexer = Indexer(parts, spec) if spec.owns_topk else None
+
+    def forward(self, x: Tensor, state: ForwardState, entry_input: Tensor | None = None) -> Tensor:
+        """Return the attention output.
+
+        x            [B, T, C] normalised collapsed streams
+        entry_input  [B, T, C] what the compressor reads instead of x (general CED form), or None
+        returns      [B, T, C]
+        """
+        c, ops, spec = self.parts.config, self.parts.ops, self.spec
+        rotation = state.token_rotation(spec)
+        qr = self.q_norm(self.wq_a(x))
+        q = self.wq_b(qr).unflatten(-1, (c.num_attention_heads, c.head_dim))  # [B, T, H, D]
+        q = ops.apply_rope(q, rotation)
+        window_kv = ops.apply_rope(self.kv_norm(self.wkv(x)), rotation)  # [B, T, D]
+        state.note(f"window_kv_raw.{spec.layer_id}", window_kv)
+        window_kv = rounded(self.parts, ops.round_window_kv, window_kv)
+        self._update_selection(x if entry_input is None else entry_input, x, qr, state)
+        is_window = spec.mode is AttentionMode.WINDOW
+        out = ops.sparse_attention(
+            q,
+            window_kv,
+            None if is_window else state.entries[spec.kv_owner],
+            None if is_window else state.topk[spec.topk_owner],
+            self.attn_sink,
+            state.packing.positions,
+            c.sliding_window,
+        )
+        out = ops.apply_rope(out, rotation, inverse=True)
+        grouped = out.flatten(-2).unflatten(-1, (c.o_groups, -1))  # [B, T, G, H/G * D]
+        return self.wo_b(ops.grouped_linear(grouped, self.wo_a.weight))
+
+    def _update_selection(self, entry_input, x, qr, state: ForwardState) -> None:
+        """Publish what this layer owns: entries and index keys, then the selection."""
+        ops, layer = self.parts.ops, self.spec.layer_id
+        if self.compressor is not None:
+            latent = self.compressor(entry_input, state)  # [B, M, D]
+            state.index_keys[layer] = self.indexer.make_keys(latent, state)
+            entries = ops.apply_rope(latent, state.entry_rotation(self.spec))
+            state.note(f"entries_raw.{layer}", entries)
+            state.entries[layer] = rounded(self.parts, ops.round_main_kv, entries)
+        if self.indexer is not None:
+            state.topk[layer] = self.indexer(x, qr, state)
+            state.note(f"topk.{layer}", state.topk[layer])

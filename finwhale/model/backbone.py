@@ -1,0 +1,171 @@
+"""The text backbone: token ids in, fp32 logits out, all layers on all tokens.
+
+This is the definition the faster paths are judged by. There is no control flow for the
+encoder-decoder cut: it only says where the decoder's entries come from. Dequantised weights keep
+their checkpoint names, so `state_dict()` is the checkpoint. Source: spec/backbone.md section 3.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from finwhale.config import AttentionMode, ModelConfig, build_layer_specs
+from finwhale.config.layers import Half, RopeKind
+from finwhale.model.block import Block
+from finwhale.model.init import initialize
+from finwhale.model.layers import ForwardState, Parts, RMSNorm
+from finwhale.model.numerics import Numerics
+from finwhale.model.packing import Packing
+from finwhale.ops import REFERENCE, Ops
+
+
+class Table(nn.Module):
+    """One matrix `weight` [V, C]: the token embedding, or the untied head."""
+
+    def __init__(self, rows: int, dim: int, dtype: torch.dtype):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(rows, dim, dtype=dtype))
+
+
+class Backbone(nn.Module):
+    """`embed`, `layers.L`, `norm`, `head`.
+
+    token_map  [V] int64 compressed Engram id of each token id; None means the identity, which is
+               only right when engram_compressed_vocab_size equals vocab_size
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        token_map: Tensor | None = None,
+        numerics: Numerics | None = None,
+        ops: Ops = REFERENCE,
+    ):
+        super().__init__()
+        c = config.text_config
+        self.config, self.numerics = config, numerics or Numerics()
+        self.specs = build_layer_specs(c)
+        self.parts = Parts(config=c, numerics=self.numerics, ops=ops)
+        self.embed = Table(c.vocab_size, c.hidden_size, self.numerics.dtype)
+        self.layers = nn.ModuleList(Block(self.parts, spec) for spec in self.specs)
+        self.norm = RMSNorm(self.parts, c.hidden_size)
+        self.head = Table(c.vocab_size, c.hidden_size, self.numerics.dtype)
+        self.token_map = self._checked_token_map(token_map) if c.engram_layer_ids else None
+        with torch.device("cpu"):
+            self.frequencies = {
+                RopeKind.WINDOW: ops.rope_frequencies(c.rope_theta, c.qk_rope_head_dim, None),
+                RopeKind.COMPRESSED: ops.rope_frequencies(
+                    c.compress_rope_theta, c.qk_rope_head_dim, c.rope_scaling
+                ),
+            }
+
+    def _checked_token_map(self, token_map: Tensor | None) -> Tensor:
+        c = self.config.text_config
+        with torch.device("cpu"):
+            if token_map is None:
+                if c.engram_compressed_vocab_size != c.vocab_size:
+                    raise ValueError(
+                        f"token_map: missing; engram_compressed_vocab_size is "
+                        f"{c.engram_compressed_vocab_size} of {c.vocab_size} ids, so the map of the "
+                        "tokenizer is needed"
+                    )
+                token_map = torch.arange(c.vocab_size)
+            token_map = torch.as_tensor(token_map, dtype=torch.int64)
+            distinct = int(token_map.unique().numel())
+            if token_map.shape != (c.vocab_size,) or distinct != c.engram_compressed_vocab_size:
+                raise ValueError(
+                    f"token_map: {tuple(token_map.shape)} with {distinct} distinct ids, expected "
+                    f"({c.vocab_size},) with engram_compressed_vocab_size = "
+                    f"{c.engram_compressed_vocab_size}"
+                )
+        return token_map
+
+    def init_weights(self, seed: int) -> None:
+        """Draw every parameter deterministically from `seed`; no tensor is left undefined."""
+        initialize(self, seed)
+
+    def forward(self, ids: Tensor, **options) -> Tensor:
+        """Return logits [B, T, V] fp32. Options as in `hidden`."""
+        return self.logits(self.hidden(ids, **options))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return fp32 logits [..., V] of normalised hidden states [..., C]."""
+        return self.parts.ops.linear(hidden.float(), self.head.weight)
+
+    def hidden(
+        self,
+        ids: Tensor,
+        *,
+        packing: Packing | None = None,
+        image_mask: Tensor | None = None,
+        trace: dict[str, Any] | None = None,
+        state: ForwardState | None = None,
+    ) -> Tensor:
+        """Return the normalised collapsed streams after the last layer, [B, T, C].
+
+        ids         [B, T] int64
+        packing     document layout; None means one document per row
+        image_mask  [B, T] bool, tokens inside image spans
+        trace       filled with detached copies: `streams.L` before layer L, `topk.L`, `candidates.L`,
+                    `gate_ids.L`, `engram_rows.L`, and what the caches round (`*_raw.L`)
+        """
+        c = self.config.text_config
+        if ids.dim() != 2 or ids.dtype != torch.int64:
+            raise ValueError(f"ids: got {tuple(ids.shape)} {ids.dtype}, expected [B, T] int64")
+        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < c.vocab_size:
+            raise ValueError(
+                f"ids: range {int(ids.min())}..{int(ids.max())}, expected 0..{c.vocab_size - 1}"
+            )
+        if state is None:
+            state = self.forward_state(ids, packing=packing, image_mask=image_mask, trace=trace)
+        pad_id = 0 if self.token_map is None else int(self.token_map[c.engram_pad_token_id])
+        streams = nn.functional.embedding(ids, self.embed.weight)
+        streams = streams.unsqueeze(-2).repeat(1, 1, c.hc_mult, 1)  # [B, T, N, C]
+        pre = torch.zeros(*ids.shape, c.hc_mult, device=ids.device)
+        pre[..., 0] = 1.0
+        general_ced = c.ced_kv_from == "encoder_output"
+        for spec, layer in zip(self.specs, self.layers, strict=True):
+            state.note(f"streams.{spec.layer_id}", streams)
+            if general_ced and spec.half is Half.DECODER and state.encoder_output is None:
+                state.encoder_output = self.parts.ops.hyper_collapse(streams, pre)
+            streams, pre = layer(streams, pre, state, pad_id)
+        state.note(f"streams.{len(self.specs)}", streams)
+        return self.norm(self.parts.ops.hyper_collapse(streams, pre))
+
+    def forward_state(
+        self,
+        ids: Tensor,
+        *,
+        packing: Packing | None = None,
+        image_mask: Tensor | None = None,
+        trace: dict[str, Any] | None = None,
+    ) -> ForwardState:
+        """Return the empty shared state of one forward pass over `ids`."""
+        if packing is None:
+            packing = Packing.whole(*ids.shape, device=ids.device)
+        if packing.positions.shape != ids.shape:
+            raise ValueError(
+                f"packing: layout of {tuple(packing.positions.shape)}, ids are {tuple(ids.shape)}"
+            )
+        if self.token_map is not None and self.token_map.device != ids.device:
+            self.token_map = self.token_map.to(ids.device)
+        return ForwardState(
+            packing=packing,
+            image_mask=image_mask,
+            compressed_ids=None if self.token_map is None else self.token_map[ids],
+            trace=trace,
+            frequencies={k: f.to(ids.device) for k, f in self.frequencies.items()},
+        )
+
+    def expected_names(self) -> OrderedDict[str, tuple[int, ...]]:
+        """Return name and shape of every tensor, in checkpoint naming."""
+        return OrderedDict((k, tuple(v.shape)) for k, v in self.state_dict().items())
+
+    @property
+    def window_only_layers(self) -> int:
+        """Number of layers that read no entries."""
+        return sum(spec.mode is AttentionMode.WINDOW for spec in self.specs)

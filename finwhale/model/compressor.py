@@ -1,0 +1,43 @@
+"""The compressor of a KV owner: token rows in, one un-rotated latent per group out.
+
+The latent feeds the index keys first and is rotated and rounded for the cache afterwards; a
+compressor that rotated in place would corrupt the selection silently.
+Source: spec/backbone.md section 4.3.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from finwhale.config import LayerSpec
+from finwhale.model.layers import ForwardState, Linear, Parts, RMSNorm
+
+
+class Compressor(nn.Module):
+    """`wkv`, `wgate` (ratio 2 only) and `norm` of a KV owner."""
+
+    def __init__(self, parts: Parts, spec: LayerSpec):
+        super().__init__()
+        c = parts.config
+        self.ratio, self.ops, self.dtype = spec.ratio, parts.ops, parts.numerics.dtype
+        pooled = spec.ratio > 1
+        kind = "fp32" if pooled else "plain"
+        self.wkv = Linear(parts, c.hidden_size, c.head_dim, input=kind)
+        self.wgate = Linear(parts, c.hidden_size, c.head_dim, input=kind) if pooled else None
+        self.norm = RMSNorm(parts, c.head_dim)
+
+    def forward(self, x: Tensor, state: ForwardState) -> Tensor:
+        """Return the normalised, un-rotated latent of every complete group.
+
+        x        [B, T, C] the owner's attention input
+        returns  [B, M, D]
+
+        The pooled value is rounded to the compute dtype before its norm (D07).
+        """
+        if self.wgate is None:
+            return self.norm(self.wkv(x))
+        tokens = state.groups(self.ratio).tokens  # [B, M, r]
+        which = torch.arange(x.shape[0], device=x.device)[:, None, None]
+        content, gate = self.wkv(x)[which, tokens], self.wgate(x)[which, tokens]  # [B, M, r, D]
+        return self.norm(self.ops.pool_group(content, gate).to(self.dtype))

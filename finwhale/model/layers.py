@@ -1,0 +1,129 @@
+"""The parameter holders that every module uses: Linear, RMSNorm, and the forward's shared facts.
+
+Attribute names are checkpoint keys, so a state_dict needs no renaming. A Linear says which
+products it makes: `input` is "quantized" (FP8 or FP4 weight, rounded input in release mode),
+"plain" (compute dtype) or "fp32" (both sides promoted). Source: spec/backbone.md section 9.1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from finwhale.config import LayerSpec, TextConfig
+from finwhale.config.layers import RopeKind
+from finwhale.model.numerics import Numerics
+from finwhale.model.packing import Groups, Packing
+from finwhale.ops import Ops
+from finwhale.ops.linear import straight_through
+from finwhale.ops.rope import rope_rotation
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parts:
+    """What every module constructor needs."""
+
+    config: TextConfig
+    numerics: Numerics
+    ops: Ops
+
+
+class Linear(nn.Module):
+    """y = x W^T without bias; `weight` [out, in] is the checkpoint's matrix, dequantised."""
+
+    def __init__(self, parts: Parts, in_features: int, out_features: int, input: str):
+        super().__init__()
+        self.weight = nn.Parameter(
+            torch.empty(out_features, in_features, dtype=parts.numerics.dtype)
+        )
+        self.input, self.ops = input, parts.ops
+        self.is_release = parts.numerics.mode == "release"
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.input == "fp32":
+            return self.ops.linear(x.float(), self.weight)
+        if not self.is_release:
+            return self.ops.linear(x, self.weight)
+        if self.input == "quantized":
+            x = self.ops.round_input(x)
+        return self.ops.linear_release(x, self.weight)
+
+
+class RMSNorm(nn.Module):
+    """Plain-weight RMSNorm, `weight` [D]."""
+
+    def __init__(self, parts: Parts, dim: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(dim, dtype=parts.numerics.dtype))
+        self.eps, self.ops = parts.config.rms_norm_eps, parts.ops
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.ops.rms_norm(x, self.weight, self.eps)
+
+
+def rounded(parts: Parts, rounding, x: Tensor) -> Tensor:
+    """Return x as the cache would give it back; gradients pass straight through."""
+    return straight_through(rounding, x) if parts.numerics.cache_rounding else x
+
+
+@dataclass(kw_only=True, slots=True)
+class Selection:
+    """What a top-k owner publishes: packed entry rows [B, T, K], -1 padded."""
+
+    topk: Tensor
+
+
+@dataclass(kw_only=True, slots=True)
+class ForwardState:
+    """What the layers of one forward pass share; keyed by owner layer, never one global slot.
+
+    entries[L], index_keys[L]  [B, M, D], [B, M, DI] as the cache would return them
+    topk[L]                    [B, T, K] int64 rows of the owner's entries, -1 padded
+    pool_blocks                [B, T, P] int64 blocks of the candidate pool, from document start
+    encoder_output             [B, T, C] collapsed streams at the encoder-decoder cut, or None
+    stale_keys, stale_rows     [B, M, DI], [B, T] bool: see stale_slot.py; None under the default rule
+    """
+
+    packing: Packing
+    image_mask: Tensor | None
+    compressed_ids: Tensor | None
+    trace: dict[str, Any] | None
+    frequencies: dict[RopeKind, Tensor]
+    entries: dict[int, Tensor] = field(default_factory=dict)
+    index_keys: dict[int, Tensor] = field(default_factory=dict)
+    topk: dict[int, Tensor] = field(default_factory=dict)
+    pool_blocks: Tensor | None = None
+    encoder_output: Tensor | None = None
+    stale_keys: Tensor | None = None
+    stale_rows: Tensor | None = None
+    _groups: dict[int, Groups] = field(default_factory=dict)
+    _rotations: dict[tuple, Tensor] = field(default_factory=dict)
+
+    def groups(self, ratio: int) -> Groups:
+        if ratio not in self._groups:
+            self._groups[ratio] = self.packing.groups(ratio)
+        return self._groups[ratio]
+
+    def token_rotation(self, spec: LayerSpec) -> Tensor:
+        """Return the rotation at each token's position, [2, B, T, R/2]."""
+        key = (spec.rope, 0)
+        if key not in self._rotations:
+            frequencies = self.frequencies[spec.rope]
+            self._rotations[key] = rope_rotation(self.packing.positions, frequencies)
+        return self._rotations[key]
+
+    def entry_rotation(self, spec: LayerSpec) -> Tensor:
+        """Return the rotation at the first token of each entry's group, [2, B, M, R/2]."""
+        key = (spec.rope, spec.ratio)
+        if key not in self._rotations:
+            positions = self.groups(spec.ratio).positions
+            self._rotations[key] = rope_rotation(positions, self.frequencies[spec.rope])
+        return self._rotations[key]
+
+    def note(self, name: str, value: Tensor) -> None:
+        """Keep a detached copy of `value` if the caller asked for a trace."""
+        if self.trace is not None:
+            self.trace[name] = value.detach().clone()

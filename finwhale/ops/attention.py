@@ -1,0 +1,122 @@
+"""The attention core: one softmax over a token's window rows and its selected entries.
+
+All query heads share one key-value vector per row, and key and value are the same vector. The
+sink enters the denominator only. Entries that overlap the window are kept twice, on purpose.
+Two forms with one signature: `sparse_attention_ref` gathers what each query sees and is the
+definition; `sparse_attention_masked` multiplies slices and masks, which is what a CPU likes.
+Source: spec/backbone.md section 4.5.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# Bytes of the largest temporary one query slice may make.
+_SLICE_BYTES = 1 << 26
+
+
+def _softmax_with_sink(scores: Tensor, keep: Tensor, sink: Tensor, dtype: torch.dtype):
+    """Return unnormalised probabilities and their denominator.
+
+    scores [B, C, H, S] fp32, keep [B, C, 1, S], sink [H] fp32. A query that sees nothing gets
+    probabilities 0 and denominator 1. Probabilities are rounded to `dtype` before the value
+    product, relative to the final maximum (D04); the denominator sums them unrounded.
+    """
+    scores = scores.masked_fill(~keep, -torch.inf)
+    top = scores.amax(-1, keepdim=True)
+    top = torch.where(torch.isneginf(top), 0.0, top)
+    p = (scores - top).exp()  # [B, C, H, S]
+    denominator = p.sum(-1, keepdim=True) + (sink.unsqueeze(-1) - top).exp()
+    blind = ~keep.any(-1, keepdim=True)
+    return p.to(dtype).float(), torch.where(blind, 1.0, denominator)
+
+
+def sparse_attention_ref(
+    q: Tensor,
+    window_kv: Tensor,
+    entries: Tensor | None,
+    topk: Tensor | None,
+    sink: Tensor,
+    positions: Tensor,
+    window: int,
+) -> Tensor:
+    """Return, for each query and head, the value sum over its window and selected entries.
+
+    e_s = (q_h . k_s) / sqrt(D);  out_h = sum_s exp(e_s - m) k_s / (sum_s exp(e_s - m) + exp(sink_h - m))
+
+    q          [B, T, H, D]
+    window_kv  [B, T, D]   row t belongs to query t
+    entries    [B, M, D]   or None for a window-only layer
+    topk       [B, T, K] int64 rows of `entries`; -1 is an empty slot
+    sink       [H] fp32
+    positions  [B, T] int64 position within the document; a window never crosses its start
+    returns    [B, T, H, D] in the dtype of q
+
+    Section 4.5.
+    """
+    batch, tokens, heads, dim = q.shape
+    back = torch.arange(window - 1, -1, -1, device=q.device)
+    chunk = max(1, _SLICE_BYTES // (4 * dim * batch * (window + (0 if topk is None else topk.shape[-1]))))
+    which = torch.arange(batch, device=q.device)[:, None, None]
+    out = []
+    for start in range(0, tokens, chunk):
+        stop = min(start + chunk, tokens)
+        rows = torch.arange(start, stop, device=q.device)[None, :, None] - back  # [1, C, W]
+        keep = back <= positions[:, start:stop, None]  # [B, C, W]
+        keys = window_kv[which, rows.clamp_min(0)]  # [B, C, W, D]
+        if entries is not None:
+            chosen = topk[:, start:stop]
+            keep = torch.cat((keep, chosen >= 0), dim=-1)
+            keys = torch.cat((keys, entries[which, chosen.clamp_min(0)]), dim=-2)
+        keys = keys.float()  # [B, C, S, D]
+        scores = q[:, start:stop].float() @ keys.transpose(-1, -2) * dim**-0.5  # [B, C, H, S]
+        p, denominator = _softmax_with_sink(scores, keep.unsqueeze(2), sink, q.dtype)
+        out.append((p @ keys / denominator).to(q.dtype))
+    return torch.cat(out, dim=1) if out else q.new_empty(batch, 0, heads, dim)
+
+
+def sparse_attention_masked(
+    q: Tensor,
+    window_kv: Tensor,
+    entries: Tensor | None,
+    topk: Tensor | None,
+    sink: Tensor,
+    positions: Tensor,
+    window: int,
+) -> Tensor:
+    """Same contract as `sparse_attention_ref`: dense products over slices, masked.
+
+    Reads all entries up to the last selected one, so it is the better form while the entries
+    are not many times the selection.
+    """
+    batch, tokens, heads, dim = q.shape
+    num_entries = 0 if entries is None else entries.shape[1]
+    chunk = max(window, _SLICE_BYTES // (4 * batch * heads * (2 * window + num_entries)))
+    out = []
+    for start in range(0, tokens, chunk):
+        stop = min(start + chunk, tokens)
+        first = max(0, start - window + 1)
+        keys = window_kv[:, first:stop]
+        distance = (
+            torch.arange(start, stop, device=q.device)[:, None]
+            - torch.arange(first, stop, device=q.device)[None, :]
+        )
+        reach = positions[:, start:stop, None].clamp_max(window - 1)
+        keep = (distance >= 0) & (distance <= reach)  # [B, C, S_window]
+        if entries is not None and num_entries:
+            chosen = topk[:, start:stop]
+            used = int(chosen.max()) + 1 if chosen.numel() else 0
+            picked = torch.zeros(
+                batch, stop - start, used + 1, dtype=torch.bool, device=q.device
+            ).scatter_(-1, torch.where(chosen < 0, used, chosen), True)
+            keep = torch.cat((keep, picked[..., :used]), dim=-1)
+            keys = torch.cat((keys, entries[:, :used]), dim=1)
+        keys = keys.float()  # [B, S, D]
+        size = stop - start
+        flat = q[:, start:stop].float().reshape(batch, size * heads, dim)
+        scores = (flat @ keys.transpose(1, 2) * dim**-0.5).view(batch, size, heads, -1)
+        p, denominator = _softmax_with_sink(scores, keep.unsqueeze(2), sink, q.dtype)
+        values = p.reshape(batch, size * heads, -1) @ keys
+        out.append((values.view(batch, size, heads, dim) / denominator).to(q.dtype))
+    return torch.cat(out, dim=1) if out else q.new_empty(batch, 0, heads, dim)
