@@ -85,8 +85,10 @@ def main() -> int:
     covered, statements = (sum(values) for values in zip(*rooms.values(), strict=True))
     print(f"{'all':<24}{'':>8}{covered:>5}/{statements:<5}{100 * covered / statements:>5.1f} %\n")
     for name, counts in sorted(folders.items()):
-        print(f"tests/{name}: {counts['passed']} passed, {counts['failed']} failed, "
-              f"{counts['skipped']} skipped")
+        print(
+            f"tests/{name}: {counts['passed']} passed, {counts['failed']} failed, "
+            f"{counts['skipped']} skipped"
+        )
     found = problems(folders, covered, statements)
     for problem in found:
         print(f"refused: {problem}")

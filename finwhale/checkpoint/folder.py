@@ -283,7 +283,12 @@ def _entry(file: Path, name: str, item: object, data_begin: int) -> StoredEntry:
             remedy="fetch or save the file again",
         )
     return StoredEntry(
-        name=name, file=file, dtype=dtype, shape=shape, begin=data_begin + begin, num_bytes=num_bytes
+        name=name,
+        file=file,
+        dtype=dtype,
+        shape=shape,
+        begin=data_begin + begin,
+        num_bytes=num_bytes,
     )
 
 

@@ -1,4 +1,4 @@
-"""What a folder's tensors mean for a model: each parameter's format, what is skipped, what is wrong.
+"""What a folder's tensors mean for a model: the format of each, what is skipped, what is wrong.
 
 The headers are compared with the inventory of the config before any data is read. The dtype in
 the header decides how a weight is read (FP8 or FP4 with its scale, BF16, F32), so mixed folders

@@ -322,7 +322,9 @@ class _FlopTable:
                 continue
             layer = _layer_of(spec.name)
             if not decode and (layer is None or layer >= self.builder):
-                kv_path = ".attn.compressor." in spec.name or spec.name.endswith("indexer.wk.weight")
+                kv_path = ".attn.compressor." in spec.name or spec.name.endswith(
+                    "indexer.wk.weight"
+                )
                 if layer not in owners or not kv_path:
                     continue
             times = c.num_experts_per_tok if spec.part == "routed_experts" else 1

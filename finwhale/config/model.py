@@ -341,7 +341,9 @@ class ModelConfig:
             inner_values = _read_fields(part, inner, f"{name}.")
             if isinstance(inner_values.get("rope_scaling"), dict):
                 scaling = _read_fields(RopeScaling, inner["rope_scaling"], f"{name}.rope_scaling.")
-                inner_values["rope_scaling"] = RopeScaling(**scaling)
+                inner_values["rope_scaling"] = _construct(
+                    RopeScaling, scaling, f"{name}.rope_scaling"
+                )
             values[name] = _construct(part, inner_values, name)
         return _construct(cls, values, "config")
 
@@ -356,6 +358,10 @@ class ModelConfig:
         return json.loads(json.dumps(raw))
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 def _construct(cls: type, values: dict[str, Any], where: str):
     """Build `cls`, turning a wrong type in the file into a ConfigError that names the field."""
     for f in fields(cls):
@@ -364,7 +370,8 @@ def _construct(cls: type, values: dict[str, Any], where: str):
         got, kind = values[f.name], f.type
         wrong = (
             (kind == "int" and (not isinstance(got, int) or isinstance(got, bool)))
-            or (kind == "float" and (not isinstance(got, (int, float)) or isinstance(got, bool)))
+            or (kind == "float" and not _is_number(got))
+            or (kind == "float | None" and got is not None and not _is_number(got))
             or (kind == "bool" and not isinstance(got, bool))
             or (kind == "str" and not isinstance(got, str))
             or (kind.startswith("tuple") and not isinstance(got, tuple))

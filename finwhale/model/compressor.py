@@ -7,7 +7,6 @@ Source: spec/backbone.md section 4.3.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from finwhale.config import LayerSpec
@@ -38,6 +37,9 @@ class Compressor(nn.Module):
         if self.wgate is None:
             return self.norm(self.wkv(x))
         tokens = state.groups(self.ratio).tokens  # [B, M, r]
-        which = torch.arange(x.shape[0], device=x.device)[:, None, None]
-        content, gate = self.wkv(x)[which, tokens], self.wgate(x)[which, tokens]  # [B, M, r, D]
+        rows = tokens.flatten(1).unsqueeze(-1).expand(-1, -1, self.wkv.weight.shape[0])
+        content, gate = (
+            projected.gather(1, rows).unflatten(1, tokens.shape[1:])  # [B, M, r, D]
+            for projected in (self.wkv(x), self.wgate(x))
+        )
         return self.norm(self.ops.pool_group(content, gate).to(self.dtype))

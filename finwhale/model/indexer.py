@@ -65,7 +65,11 @@ class Indexer(nn.Module):
             pools.append(pool)
         if spec.pool is PoolUse.BUILDS and tokens:
             state.pool_blocks = torch.cat(pools, dim=1)
-            state.note(f"pool_blocks.{spec.layer_id}", state.pool_blocks)
+            if state.trace is not None:
+                visible = state.groups(spec.ratio).visible.unsqueeze(-1)
+                inside = pool_mask(state.pool_blocks, num_keys, c.candidate_block_size)
+                inside &= torch.arange(num_keys, device=q.device) < visible
+                state.note(f"candidates.{spec.layer_id}", inside)
         width = min(c.index_topk, num_keys)
         return torch.cat(topk, dim=1) if topk else q.new_empty(batch, 0, width, dtype=torch.int64)
 
@@ -77,7 +81,8 @@ class Indexer(nn.Module):
         scores = ops.index_scores(q, weights, keys[:, :last])
         if state.stale_keys is not None and self.spec.ratio > 1:
             stale = ops.index_scores(q, weights, state.stale_keys[:, :last])
-            scores = torch.where(state.stale_rows[:, rows, None], stale, scores)
+            rows_stale = state.stale_rows[:, rows, None]
+            scores = torch.where(rows_stale, stale, scores)
         if not state.packing.is_single:
             longest = int(visible.max()) if visible.numel() else 0
             own = groups.first[:, rows, None] + torch.arange(longest, device=q.device)

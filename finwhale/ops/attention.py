@@ -14,6 +14,8 @@ from torch import Tensor
 
 # Bytes of the largest temporary one query slice may make.
 _SLICE_BYTES = 1 << 26
+# The masked form makes several passes over its scores, so a slice should stay in a CPU's cache.
+_CACHE_BYTES = 1 << 22
 
 
 def _softmax_with_sink(scores: Tensor, keep: Tensor, sink: Tensor, dtype: torch.dtype):
@@ -92,7 +94,7 @@ def sparse_attention_masked(
     """
     batch, tokens, heads, dim = q.shape
     num_entries = 0 if entries is None else entries.shape[1]
-    chunk = max(window, _SLICE_BYTES // (4 * batch * heads * (2 * window + num_entries)))
+    chunk = max(window, _CACHE_BYTES // (4 * batch * heads * (2 * window + num_entries)))
     out = []
     for start in range(0, tokens, chunk):
         stop = min(start + chunk, tokens)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from finwhale.ops import attention, compress, engram, hyper_connection, index, moe
 from finwhale.ops import linear as product
@@ -45,4 +46,10 @@ class Ops:
 
 # The definition, and the faster forms that are tested against it.
 REFERENCE = Ops()
-FAST = Ops(sparse_attention=attention.sparse_attention_masked, select_topk=index.select_topk)
+FAST = Ops(
+    sparse_attention=attention.sparse_attention_masked,
+    select_topk=index.select_topk,
+    hyper_mix=partial(
+        hyper_connection.hyper_mix, sinkhorn=hyper_connection.sinkhorn_factored
+    ),
+)

@@ -90,9 +90,7 @@ def _quantize_slice(weight: Tensor, block_rows: int, is_fp4: bool) -> tuple[Tens
     if not torch.isfinite(weight).all():
         raise ValueError("quantize_weight: a value is NaN or infinite; expected finite weights")
     rows, columns = weight.shape
-    largest, min_scale = (
-        (E2M1_MAX, _E2M1_MIN_SCALE) if is_fp4 else (E4M3_MAX, _E4M3_MIN_SCALE)
-    )
+    largest, min_scale = (E2M1_MAX, _E2M1_MIN_SCALE) if is_fp4 else (E4M3_MAX, _E4M3_MIN_SCALE)
     padded = pad(weight, (0, -columns % GROUP, 0, -rows % block_rows))
     blocks = padded.unflatten(1, (-1, GROUP)).unflatten(0, (-1, block_rows))  # [r/b, b, c/32, 32]
     # Division, not a product with the reciprocal: fl32 division cannot miss a value one ulp

@@ -57,7 +57,6 @@ class Tokenizer:
         added = self._raw.get_added_tokens_decoder()
         self.markers: dict[str, int] = {added[i].content: i for i in sorted(added)}
         self.hidden_ids = frozenset(i for i, token in added.items() if token.special)
-        self.bos_id, self.eos_id, self.pad_id = (self.marker_id(m) for m in (BOS, EOS, PAD))
         self._byte_of = _byte_of_character()
 
     @classmethod
@@ -92,6 +91,21 @@ class Tokenizer:
             known = f"{len(self.markers)} markers, first {list(self.markers)[:3]}"
             raise TokenizerError(f"{self.where}: added_tokens: no {marker!r}; found {known}")
         return self.markers[marker]
+
+    @property
+    def bos_id(self) -> int:
+        """Id of the released begin-of-sentence marker."""
+        return self.marker_id(BOS)
+
+    @property
+    def eos_id(self) -> int:
+        """Id of the released end-of-sentence marker."""
+        return self.marker_id(EOS)
+
+    @property
+    def pad_id(self) -> int:
+        """Id of the released padding marker."""
+        return self.marker_id(PAD)
 
     def encode(self, text: str, *, parse_markers: bool = False) -> list[int]:
         """Return the ids of `text`; marker strings in it become marker ids only if asked."""

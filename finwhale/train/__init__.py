@@ -1,0 +1,1 @@
+"""One training loop; `train` runs a `RunConfig` in a folder."""

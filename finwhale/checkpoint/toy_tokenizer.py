@@ -1,0 +1,82 @@
+"""A tokenizer of whole words for checkpoints with random weights, written as plain JSON.
+
+Ids 0, 1, 2 are <bos>, <eos>, <pad>; then pairs " w0", " W0", " w1", ... up to the vocabulary.
+The two words of a pair differ only by case, so that the Engram id map really compresses.
+It encodes its own words and nothing else: prompts for it are ids.
+"""
+
+from __future__ import annotations
+
+import json
+
+SPECIAL_TOKENS = ("<bos>", "<eos>", "<pad>")
+_SPACE = "\u0120"  # how byte-level vocabularies spell a leading space
+
+
+def toy_vocabulary(vocab_size: int) -> dict[str, int]:
+    """Return token string to id. ValueError below 5 tokens."""
+    if vocab_size < 5:
+        raise ValueError(f"vocab_size: got {vocab_size}, expected at least 5 for a toy tokenizer")
+    words = list(SPECIAL_TOKENS)
+    for number in range((vocab_size - len(words) + 1) // 2):
+        words += [f"{_SPACE}w{number}", f"{_SPACE}W{number}"]
+    return {word: token_id for token_id, word in enumerate(words[:vocab_size])}
+
+
+def toy_tokenizer_json(vocab_size: int) -> str:
+    """Return the text of a tokenizer.json that the `tokenizers` library reads."""
+    byte_level = {"type": "ByteLevel", "trim_offsets": True, "use_regex": True}
+    return json.dumps(
+        {
+            "version": "1.0",
+            "truncation": None,
+            "padding": None,
+            "added_tokens": [
+                {
+                    "id": token_id,
+                    "content": word,
+                    "single_word": False,
+                    "lstrip": False,
+                    "rstrip": False,
+                    "normalized": False,
+                    "special": True,
+                }
+                for token_id, word in enumerate(SPECIAL_TOKENS)
+            ],
+            "normalizer": None,
+            "pre_tokenizer": {**byte_level, "add_prefix_space": False},
+            "post_processor": None,
+            "decoder": {**byte_level, "add_prefix_space": True},
+            "model": {
+                "type": "BPE",
+                "dropout": None,
+                "unk_token": None,
+                "continuing_subword_prefix": None,
+                "end_of_word_suffix": None,
+                "fuse_unk": False,
+                "byte_fallback": False,
+                # Words are whole vocabulary entries; there is nothing to merge.
+                "ignore_merges": True,
+                "vocab": toy_vocabulary(vocab_size),
+                "merges": [],
+            },
+        },
+        ensure_ascii=False,
+        indent=1,
+    )
+
+
+def toy_tokenizer_config_json() -> str:
+    """Return the text of the tokenizer_config.json that other loaders ask for."""
+    bos, eos, pad = SPECIAL_TOKENS
+    return json.dumps(
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": bos,
+            "eos_token": eos,
+            "pad_token": pad,
+            "model_max_length": 1048576,
+            "chat_template": "{% for m in messages %}{{ m['content'] }}{% endfor %}",
+        },
+        indent=1,
+    )

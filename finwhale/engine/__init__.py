@@ -1,0 +1,1 @@
+"""Turning a model into tokens. Speaks token ids, never text."""
