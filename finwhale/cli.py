@@ -199,8 +199,8 @@ class Pretrain:
     Example: finwhale pretrain --recipe recipes.pretrain:demo_cpu --out runs/a --set optim.lr=2e-3
     """
 
-    recipe: str
-    """MODULE:FUNCTION that returns a RunConfig."""
+    recipe: Annotated[str, tyro.conf.arg(metavar="MODULE:FUNCTION")]
+    """A function that returns a RunConfig."""
     out: Path
     """Folder for run.json, metrics.jsonl, loss.png, the training state and checkpoint/."""
     set: tuple[str, ...] = ()

@@ -108,7 +108,7 @@ def _parameter_tables(a: Accounting) -> list[Table]:
 
 
 def _cache_tables(a: Accounting, config: TextConfig) -> list[Table]:
-    owners = [
+    owners: list[tuple[Any, ...]] = [
         (
             f"L{o.layer_id}",
             o.ratio,

@@ -6,6 +6,7 @@ nor the package, so an agreement says something.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from fractions import Fraction
 
@@ -40,8 +41,9 @@ E4M3, E2M1 = e4m3_values(), e2m1_values()
 def nearest_code(x: Fraction, values: Sequence[Fraction]) -> int:
     """Code of the value nearest to x >= 0, ties to the even code, saturating."""
     x = min(x, values[-1])
-    best = min(range(len(values)), key=lambda code: (abs(values[code] - x), code % 2))
-    return best
+    above = bisect_left(values, x)
+    near = range(max(above - 1, 0), above + 1)
+    return min(near, key=lambda code: (abs(values[code] - x), code % 2))
 
 
 def ceil_log2(x: Fraction) -> int:

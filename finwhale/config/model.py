@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -193,7 +194,9 @@ class TextConfig:
             ("tie_word_embeddings", False),
         ):
             if getattr(self, name) != want:
-                _refuse("text_config.", name, getattr(self, name), f"{want!r} (nothing else exists)")
+                _refuse(
+                    "text_config.", name, getattr(self, name), f"{want!r} (nothing else exists)"
+                )
         if self.dtype not in ("bfloat16", "float32"):
             _refuse("text_config.", "dtype", self.dtype, "'bfloat16' or 'float32'")
         if self.ced_kv_from not in CED_KV_FROM:
@@ -311,7 +314,9 @@ class ModelConfig:
             try:
                 raw = json.loads(path.read_text(encoding="utf-8"))
             except FileNotFoundError:
-                raise ConfigError(f"{path}: no such file; expected a released config.json") from None
+                raise ConfigError(
+                    f"{path}: no such file; expected a released config.json"
+                ) from None
             except (UnicodeDecodeError, json.JSONDecodeError) as error:
                 raise ConfigError(f"{path}: not valid JSON ({error})") from None
         try:
@@ -358,26 +363,28 @@ class ModelConfig:
         return json.loads(json.dumps(raw))
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+# What a JSON value must be for a field with this annotation; nested parts are read before.
+_FITS: dict[str, Callable[[Any], bool]] = {
+    "int": lambda v: isinstance(v, int) and not isinstance(v, bool),
+    "float": _is_number,
+    "float | None": lambda v: v is None or _is_number(v),
+    "bool": lambda v: isinstance(v, bool),
+    "str": lambda v: isinstance(v, str),
+    "tuple[int, ...]": lambda v: isinstance(v, tuple) and all(type(i) is int for i in v),
+    "tuple[int, int]": lambda v: isinstance(v, tuple) and all(type(i) is int for i in v),
+    "tuple[str, ...]": lambda v: isinstance(v, tuple) and all(isinstance(i, str) for i in v),
+    "RopeScaling": lambda v: isinstance(v, RopeScaling),
+}
 
 
 def _construct(cls: type, values: dict[str, Any], where: str):
     """Build `cls`, turning a wrong type in the file into a ConfigError that names the field."""
     for f in fields(cls):
-        if f.name not in values:
-            continue
-        got, kind = values[f.name], f.type
-        wrong = (
-            (kind == "int" and (not isinstance(got, int) or isinstance(got, bool)))
-            or (kind == "float" and not _is_number(got))
-            or (kind == "float | None" and got is not None and not _is_number(got))
-            or (kind == "bool" and not isinstance(got, bool))
-            or (kind == "str" and not isinstance(got, str))
-            or (kind.startswith("tuple") and not isinstance(got, tuple))
-            or (kind == "tuple[int, ...]" and not all(type(v) is int for v in got))
-            or (kind == "RopeScaling" and not isinstance(got, RopeScaling))
-        )
-        if wrong:
-            _refuse(f"{where}.", f.name, got, kind)
+        fits = _FITS.get(str(f.type))  # annotations are strings here
+        if f.name in values and fits is not None and not fits(values[f.name]):
+            _refuse(f"{where}.", f.name, values[f.name], str(f.type))
     return cls(**values)

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from finwhale.config.engram import engram_buckets
 from finwhale.config.model import ModelConfig, RopeScaling, TextConfig
 
 
-def _small_model(*, schedule: str, image_token_id: int, yarn_base: int, **text) -> ModelConfig:
+def _small_model(*, schedule: str, image_token_id: int, yarn_base: int, **text: Any) -> ModelConfig:
     """Build a text-only config; `schedule` is the layer table in letters.
 
     S window only, F1/F2 Full at that ratio, I Reindex, R Reuse; `|` is the encoder-decoder cut

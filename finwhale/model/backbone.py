@@ -120,6 +120,8 @@ class Backbone(nn.Module):
             raise ValueError(
                 f"ids: range {int(ids.min())}..{int(ids.max())}, expected 0..{c.vocab_size - 1}"
             )
+        if not ids.numel():
+            return self.embed.weight.new_zeros(*ids.shape, c.hidden_size)
         if state is None:
             state = self.forward_state(ids, packing=packing, image_mask=image_mask, trace=trace)
         pad_id = 0 if self.token_map is None else int(self.token_map[c.engram_pad_token_id])

@@ -59,7 +59,8 @@ def sparse_attention_ref(
     """
     batch, tokens, heads, dim = q.shape
     back = torch.arange(window - 1, -1, -1, device=q.device)
-    chunk = max(1, _SLICE_BYTES // (4 * dim * batch * (window + (0 if topk is None else topk.shape[-1]))))
+    width = window + (0 if topk is None else topk.shape[-1])
+    chunk = max(1, _SLICE_BYTES // (4 * dim * max(1, batch) * width))
     which = torch.arange(batch, device=q.device)[:, None, None]
     out = []
     for start in range(0, tokens, chunk):
@@ -94,7 +95,7 @@ def sparse_attention_masked(
     """
     batch, tokens, heads, dim = q.shape
     num_entries = 0 if entries is None else entries.shape[1]
-    chunk = max(window, _CACHE_BYTES // (4 * batch * heads * (2 * window + num_entries)))
+    chunk = max(window, _CACHE_BYTES // (4 * max(1, batch) * heads * (2 * window + num_entries)))
     out = []
     for start in range(0, tokens, chunk):
         stop = min(start + chunk, tokens)

@@ -34,64 +34,6 @@ def sinkhorn_ref(matrix: Tensor, iterations: int, eps: float) -> Tensor:
     return matrix
 
 
-class _SinkhornFn(torch.autograd.Function):
-    """Sinkhorn as row and column factors of one fixed matrix, tokens last.
-
-    Every step only rescales rows or columns, so the result is K[i][j] a[i] b[j]; carrying a and b
-    touches 2N values per token and step instead of N^2. With u = a s + eps, s the weighted sum:
-    a' = a / u, da'/ds = -a'^2, da'/da = eps / u^2.
-    """
-
-    @staticmethod
-    def forward(ctx, matrix: Tensor, iterations: int, eps: float) -> Tensor:
-        kernel = matrix.detach().flatten(0, -3).permute(1, 2, 0).contiguous()  # [N, N, T]
-        rows = torch.ones_like(kernel[:, 0])  # [N, T]
-        columns = rows
-        trail = []
-        for step in range(2 * iterations - 1):
-            is_column = step % 2 == 0
-            if is_column:
-                factor, sums = columns, (kernel * rows.unsqueeze(1)).sum(0)
-            else:
-                factor, sums = rows, (kernel * columns.unsqueeze(0)).sum(1)
-            divisor = torch.addcmul(torch.full_like(sums, eps), factor, sums)
-            updated = factor / divisor
-            trail.append((divisor, updated, rows if is_column else columns))
-            rows, columns = (rows, updated) if is_column else (updated, columns)
-        ctx.trail, ctx.eps, ctx.kernel, ctx.factors = trail, eps, kernel, (rows, columns)
-        result = kernel * rows.unsqueeze(1) * columns.unsqueeze(0)
-        return result.permute(2, 0, 1).contiguous().view(matrix.shape)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        shape, kernel, (rows, columns) = grad.shape, ctx.kernel, ctx.factors
-        grad = grad.flatten(0, -3).permute(1, 2, 0).contiguous()  # [N, N, T]
-        weighted = grad * kernel
-        grad_rows = (weighted * columns.unsqueeze(0)).sum(1)
-        grad_columns = (weighted * rows.unsqueeze(1)).sum(0)
-        grad_kernel = grad * rows.unsqueeze(1) * columns.unsqueeze(0)
-        for step in reversed(range(len(ctx.trail))):
-            divisor, updated, other = ctx.trail[step]
-            is_column = step % 2 == 0
-            grad_factor = grad_columns if is_column else grad_rows
-            grad_sums = -(updated.square() * grad_factor)
-            grad_factor = grad_factor * ctx.eps / divisor.square()
-            if is_column:
-                grad_kernel.addcmul_(other.unsqueeze(1), grad_sums.unsqueeze(0))
-                grad_rows = grad_rows + (kernel * grad_sums.unsqueeze(0)).sum(1)
-                grad_columns = grad_factor
-            else:
-                grad_kernel.addcmul_(other.unsqueeze(0), grad_sums.unsqueeze(1))
-                grad_columns = grad_columns + (kernel * grad_sums.unsqueeze(1)).sum(0)
-                grad_rows = grad_factor
-        return grad_kernel.permute(2, 0, 1).contiguous().view(shape), None, None
-
-
-def sinkhorn_factored(matrix: Tensor, iterations: int, eps: float) -> Tensor:
-    """Same contract as `sinkhorn_ref`; the same function up to rounding, with its own backward."""
-    return _SinkhornFn.apply(matrix, iterations, eps)
-
-
 def hyper_mix(
     streams: Tensor,
     fn: Tensor,

@@ -13,7 +13,7 @@ from functools import partial
 
 from finwhale.ops import attention, compress, engram, hyper_connection, index, moe
 from finwhale.ops import linear as product
-from finwhale.ops import norm, rope, rounding
+from finwhale.ops import norm, rope, rounding, sinkhorn
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +49,5 @@ REFERENCE = Ops()
 FAST = Ops(
     sparse_attention=attention.sparse_attention_masked,
     select_topk=index.select_topk,
-    hyper_mix=partial(
-        hyper_connection.hyper_mix, sinkhorn=hyper_connection.sinkhorn_factored
-    ),
+    hyper_mix=partial(hyper_connection.hyper_mix, sinkhorn=sinkhorn.sinkhorn_planes),
 )

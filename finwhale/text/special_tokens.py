@@ -2,7 +2,7 @@
 
 The bar is U+FF5C and the blank inside names is U+2581; both are escaped here because neither
 can be told from its ASCII look-alike on a screen. A file that was read as ASCII, or whose
-escapes were left undecoded, holds other strings and is refused by `text/tokenizer.py`.
+escapes were left undecoded, holds other strings: `Tokenizer.bos_id` and its like refuse it.
 Source: spec/multimodal-serving.md section B.1.
 """
 

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +25,6 @@ from finwhale.data.batches import BatchOrder
 from finwhale.data.packing import NO_TARGET
 from finwhale.model import Backbone, Numerics
 from finwhale.ops import FAST
-from finwhale.ops.hyper_connection import hyper_mix
-from finwhale.ops.sinkhorn import sinkhorn_planes
 from finwhale.train import record
 from finwhale.train.balance import ExpertBalance
 from finwhale.train.evaluate import bits_per_byte
@@ -36,9 +33,6 @@ from finwhale.train.optimizer import build_optimizer, is_frozen, learning_rate
 from finwhale.train.progress import TrainingProgress
 from finwhale.train.run_data import RunData, prepare_data
 from finwhale.train.state import STATE_FILE, load_state, save_state
-
-# Sinkhorn with its own backward pass: a third of a small model's step otherwise.
-_TRAINING_OPS = replace(FAST, hyper_mix=partial(hyper_mix, sinkhorn=sinkhorn_planes))
 
 
 class TrainingError(RuntimeError):
@@ -75,7 +69,7 @@ def build_model(run: RunConfig, data: RunData) -> Backbone:
         data.model,
         token_map=torch.from_numpy(data.token_map),
         numerics=Numerics(cache_rounding=run.cache_rounding),
-        ops=_TRAINING_OPS,
+        ops=FAST,
     )
     model.init_weights(run.seed)
     return model

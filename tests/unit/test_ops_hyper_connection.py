@@ -9,9 +9,9 @@ from finwhale.ops.hyper_connection import (
     hyper_collapse,
     hyper_expand,
     hyper_mix,
-    sinkhorn_factored,
     sinkhorn_ref,
 )
+from finwhale.ops.sinkhorn import sinkhorn_planes
 
 N, C, EPS, NORM_EPS = 4, 6, 1e-6, 1e-20
 
@@ -49,7 +49,7 @@ def loop(streams, fn, base, scale, iterations):
     return pre, post, r
 
 
-@pytest.mark.parametrize("form", [sinkhorn_ref, sinkhorn_factored])
+@pytest.mark.parametrize("form", [sinkhorn_ref, sinkhorn_planes])
 @pytest.mark.parametrize("iterations", [1, 2, 20])
 def test_mix_equals_loop(form, iterations):
     streams, fn, base, scale = site()
@@ -70,12 +70,12 @@ def test_sinkhorn_ends_on_columns_and_leaves_rows_alone():
     assert (once.sum(1) - 1).abs().max() > 1e-3
 
 
-def test_sinkhorn_factored_equals_reference_with_gradients():
+def test_sinkhorn_planes_equals_reference_with_gradients():
     g = torch.Generator().manual_seed(1)
     matrix = torch.rand(2, 5, N, N, generator=g, dtype=torch.float64) + 0.05
     weights = torch.randn(matrix.shape, generator=g, dtype=torch.float64)
     results = []
-    for form in (sinkhorn_ref, sinkhorn_factored):
+    for form in (sinkhorn_ref, sinkhorn_planes):
         leaf = matrix.clone().requires_grad_()
         out = form(leaf, 20, EPS)
         results.append((out.detach(), *torch.autograd.grad((out * weights).sum(), leaf)))
@@ -83,10 +83,10 @@ def test_sinkhorn_factored_equals_reference_with_gradients():
         torch.testing.assert_close(ref, fast, rtol=1e-12, atol=1e-13)
 
 
-def test_sinkhorn_factored_gradient_equals_finite_differences():
+def test_sinkhorn_planes_gradient_equals_finite_differences():
     g = torch.Generator().manual_seed(2)
     matrix = (torch.rand(1, 1, 3, 3, generator=g, dtype=torch.float64) + 0.1).requires_grad_()
-    assert torch.autograd.gradcheck(lambda m: sinkhorn_factored(m, 4, 1e-2), (matrix,))
+    assert torch.autograd.gradcheck(lambda m: sinkhorn_planes(m, 4, 1e-2), (matrix,))
 
 
 def test_expand_contracts_the_first_index():

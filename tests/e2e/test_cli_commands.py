@@ -1,0 +1,98 @@
+"""The commands that compute, called as a user calls them, on the smallest preset."""
+
+import json
+import shutil
+
+import pytest
+import safetensors
+
+from finwhale import cli
+
+RECIPE = ["pretrain", "--recipe", "recipes.pretrain:unit_smoke"]
+SHORT = [
+    "--set",
+    "schedule.warmup_steps=1",
+    "schedule.steps=2",
+    "data.train_bytes=100_000",
+    "data.validation_bytes=4_000",
+    "save_every=1",
+]
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory):
+    out = tmp_path_factory.mktemp("pretrain") / "run"
+    assert cli.main([*RECIPE, "--out", str(out), *SHORT]) == 0
+    return out
+
+
+def test_pretrain_leaves_a_run_and_a_checkpoint_behind(run_folder):
+    names = {path.name for path in run_folder.iterdir()}
+    assert {"run.json", "metrics.jsonl", "loss.png", "tokenizer.json", "checkpoint"} <= names
+    facts = json.loads((run_folder / "run.json").read_text(encoding="utf-8"))
+    assert facts["recipe"] == "recipes.pretrain:unit_smoke"
+    assert facts["config"]["schedule"]["steps"] == 2
+    assert (run_folder / "checkpoint" / "tokenizer.json").is_file()
+
+
+def test_pretrain_refuses_a_folder_that_holds_a_run(run_folder, capsys):
+    assert cli.main([*RECIPE, "--out", str(run_folder), *SHORT]) == 1
+    assert "--resume" in capsys.readouterr().err
+
+
+def test_pretrain_resumes_a_finished_run_without_a_step(run_folder, tmp_path, capsys):
+    copy = tmp_path / "run"
+    shutil.copytree(run_folder, copy)
+    before = (copy / "metrics.jsonl").read_bytes()
+    assert cli.main([*RECIPE, "--out", str(copy), "--resume", *SHORT]) == 0
+    assert (copy / "metrics.jsonl").read_bytes() == before
+    assert "bits per byte" in capsys.readouterr().out
+
+
+def test_generate_continues_the_prompt_the_same_way_twice(run_folder, capsys):
+    arguments = ["generate", "--model", str(run_folder / "checkpoint"), "--prompt", "import os"]
+    arguments += ["--max-new-tokens", "6", "--temperature", "0.9", "--seed", "3"]
+    texts = []
+    for _ in range(2):
+        assert cli.main(arguments) == 0
+        captured = capsys.readouterr()
+        texts.append(captured.out)
+        assert "tokens in" in captured.err
+        assert "bytes of memory" in captured.err
+    assert texts[0] == texts[1]
+    assert texts[0].splitlines()[1].startswith("import os")
+
+
+def test_generate_in_release_numerics_runs(run_folder, capsys):
+    arguments = ["generate", "--model", str(run_folder / "checkpoint"), "--prompt", "a"]
+    assert cli.main([*arguments, "--max-new-tokens", "2", "--numerics", "release"]) == 0
+    assert "numerics release" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "message"),
+    [("--temperature", "-1", "temperature"), ("--top-p", "0", "top_p")],
+)
+def test_generate_refuses_a_wrong_sampler(run_folder, flag, value, message, capsys):
+    arguments = ["generate", "--model", str(run_folder / "checkpoint"), "--prompt", "a"]
+    assert cli.main([*arguments, flag, value]) == 1
+    assert f"finwhale generate: {message}: got" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["quantised", "bf16"])
+def test_tiny_writes_a_checkpoint_that_inspect_reads(bf16, tmp_path, capsys):
+    out = tmp_path / "unit"
+    arguments = ["tiny", "--geometry", "unit", "--out", str(out), "--prompt-tokens", "12"]
+    arguments += ["--bf16"] if bf16 else []
+    assert cli.main(arguments) == 0
+    assert "layout " + ("BF16" if bf16 else "FP8 and FP4") in capsys.readouterr().out
+    assert cli.main(["inspect", str(out), "--json"]) == 0
+    totals = json.loads(capsys.readouterr().out)["accounting"]
+    stored = 0
+    for file in out.glob("model*.safetensors"):
+        with safetensors.safe_open(file, "pt") as opened:
+            stored += len(opened.keys())
+    assert stored == totals["num_checkpoint_tensors"]
+    assert cli.main(arguments) == 1
+    assert str(out) in capsys.readouterr().err
+    assert cli.main([*arguments, "--overwrite"]) == 0
