@@ -1,8 +1,9 @@
 """A tokenizer of whole words for checkpoints with random weights, written as plain JSON.
 
-Ids 0, 1, 2 are <bos>, <eos>, <pad>; then pairs " w0", " W0", " w1", ... up to the vocabulary.
-The two words of a pair differ only by case, so that the Engram id map really compresses.
-It encodes its own words and nothing else: prompts for it are ids.
+Ids 0, 1, 2 are <bos>, <eos>, <pad>; then pairs " wa", " Wa", " wb", ... " wz", " Wz", " waa", ...
+up to the vocabulary. The two words of a pair differ only by case, so that the Engram id map
+really compresses. Letters alone, because the byte-level splitter parts letters from digits.
+It encodes its own words and drops everything else.
 """
 
 from __future__ import annotations
@@ -19,8 +20,18 @@ def toy_vocabulary(vocab_size: int) -> dict[str, int]:
         raise ValueError(f"vocab_size: got {vocab_size}, expected at least 5 for a toy tokenizer")
     words = list(SPECIAL_TOKENS)
     for number in range((vocab_size - len(words) + 1) // 2):
-        words += [f"{_SPACE}w{number}", f"{_SPACE}W{number}"]
+        words += [f"{_SPACE}{start}{_letters(number)}" for start in "wW"]
     return {word: token_id for token_id, word in enumerate(words[:vocab_size])}
+
+
+def _letters(number: int) -> str:
+    """Return a, b, ... z, aa, ab, ... for 0, 1, ..."""
+    text = ""
+    number += 1
+    while number:
+        number, digit = divmod(number - 1, 26)
+        text = chr(ord("a") + digit) + text
+    return text
 
 
 def toy_tokenizer_json(vocab_size: int) -> str:

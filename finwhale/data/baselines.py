@@ -98,9 +98,7 @@ def choose_masses(
     for n in range(1, order + 1):
         best = math.inf
         for mass in _MASSES:
-            levels = [
-                counts.level(s, n, mass, low) for s, low in zip(held_out, lower, strict=True)
-            ]
+            levels = [counts.level(s, n, mass, low) for s, low in zip(held_out, lower, strict=True)]
             bits = -sum(float(np.log2(p).sum()) for p in levels)
             if bits < best:
                 best, chosen, kept = bits, mass, levels

@@ -117,8 +117,8 @@ def sparse_attention_masked(
             keys = torch.cat((keys, entries[:, :used]), dim=1)
         keys = keys.float()  # [B, S, D]
         size = stop - start
-        flat = q[:, start:stop].float().reshape(batch, size * heads, dim)
-        scores = (flat @ keys.transpose(1, 2) * dim**-0.5).view(batch, size, heads, -1)
+        flat = (q[:, start:stop].float() * dim**-0.5).reshape(batch, size * heads, dim)
+        scores = (flat @ keys.transpose(1, 2)).view(batch, size, heads, -1)
         p, denominator = _softmax_with_sink(scores, keep.unsqueeze(2), sink, q.dtype)
         values = p.reshape(batch, size * heads, -1) @ keys
         out.append((values.view(batch, size, heads, dim) / denominator).to(q.dtype))

@@ -29,6 +29,19 @@ def index_scores(q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
     return weighted.float().sum(dim=2).to(q.dtype).float()
 
 
+def index_scores_matmul(q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
+    """Same contract as `index_scores`; in fp32 the head sum is a matrix product.
+
+    The bf16 form rounds between its steps, so it stays with the definition.
+    """
+    if q.dtype is not torch.float32:
+        return index_scores(q, weights, keys)
+    batch, tokens, heads, dim = q.shape
+    dots = q.reshape(batch, tokens * heads, dim) @ keys.transpose(1, 2)
+    dots = dots.relu_().view(batch, tokens, heads, -1)
+    return (weights.unsqueeze(-2) @ dots).squeeze(-2)
+
+
 def select_topk_ref(scores: Tensor, k: int) -> Tensor:
     """Return the positions of the k best scores per row, ascending; -1 pads unreachable slots.
 

@@ -48,6 +48,7 @@ class Ops:
 REFERENCE = Ops()
 FAST = Ops(
     sparse_attention=attention.sparse_attention_masked,
+    index_scores=index.index_scores_matmul,
     select_topk=index.select_topk,
     hyper_mix=partial(hyper_connection.hyper_mix, sinkhorn=sinkhorn.sinkhorn_planes),
 )

@@ -151,7 +151,7 @@ class _Run:
             "device": record.device_name(),
             "seed": self.run.seed,
             "started": earlier.get("started", now),
-            "resumed_at_steps": [*earlier.get("resumed_at_steps", []), self.step][: None if self.step else 0],
+            "resumed_at_steps": earlier.get("resumed_at_steps", []) + [self.step] * (self.step > 0),
             "data": {
                 "train_documents": len(data.corpus.train),
                 "train_bytes": data.corpus.train_bytes,
@@ -198,9 +198,8 @@ class _Run:
                     self.metrics.write(values)
                     if is_last or self.step % self.run.save_every == 0:
                         self._save()
-                    bar.show(
-                        self.step, values["loss"], tokens_per_step / pace_s, (steps - self.step) * pace_s
-                    )
+                    left_s = (steps - self.step) * pace_s
+                    bar.show(self.step, values["loss"], tokens_per_step / pace_s, left_s)
                     if self.on_step is not None:
                         self.on_step(values)
         finally:

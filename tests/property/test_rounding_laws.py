@@ -14,15 +14,17 @@ from finwhale.ops.weight_formats import QUANTIZED, dequantize_weight, quantize_w
 
 ROUNDINGS = {"fp8": (round_fp8, 32), "main_kv": (round_main_kv, 16), "index": (round_index, 32)}
 # Exponents that keep away from the amax floors, where a format has fewer codes than it promises.
+EXPONENTS = st.integers(-6, 12)
 MANTISSAS = st.integers(-(2**24) + 1, 2**24 - 1)
 
 
-def groups(size: int, exponents=st.integers(-6, 12)):
+def groups(size: int, exponents=EXPONENTS):
     """Return groups [1, size] whose values share a binary exponent but use all 24 bits."""
     values = st.lists(MANTISSAS, min_size=size, max_size=size)
     return st.builds(
-        lambda mantissas, exponent: torch.tensor(mantissas, dtype=torch.float32)[None]
-        * 2.0 ** (exponent - 24),
+        lambda mantissas, exponent: (
+            torch.tensor(mantissas, dtype=torch.float32)[None] * 2.0 ** (exponent - 24)
+        ),
         values,
         exponents,
     )

@@ -43,7 +43,7 @@ def folder(one_shard, tmp_path):
 
 @pytest.fixture
 def sharded(three_shards, tmp_path):
-    return shutil.copytree(three_shards, tmp_path / "copy")
+    return shutil.copytree(three_shards, tmp_path / "sharded")
 
 
 @pytest.fixture(autouse=True)
@@ -253,7 +253,8 @@ def test_rows_are_read_from_their_place(tmp_path, monkeypatch):
     raw = x.numpy().tobytes()
     empty = ("I8", [0, 3], b"")
     write_tensors(
-        tmp_path / "a.safetensors", {"e": empty, "p": ("U8", [5], b"12345"), "x": ("I32", [4, 3], raw)}
+        tmp_path / "a.safetensors",
+        {"e": empty, "p": ("U8", [5], b"12345"), "x": ("I32", [4, 3], raw)},
     )
     entries = {entry.name: entry for entry in read_header(tmp_path / "a.safetensors")}
     assert torch.equal(entries["x"].rows(), x)

@@ -109,7 +109,7 @@ def test_hash_constants_come_from_config_and_tokenizer(folder):
     bound = (2**63 - 1) // config.engram_compressed_vocab_size // 2
     draws = np.random.default_rng(10007 * 1).integers(0, bound, size=4, dtype=np.int64)
     multipliers = [2 * int(v) + 1 for v in draws]
-    compressed = [3, 3, 6, 6, 251]  # pairs differ by case: id 3 + 2n and 4 + 2n share 3 + n
+    compressed = [3, 3, 6, 7, 251]  # pairs differ by case: ids 3 + 2n and 4 + 2n share 3 + n
     buckets = config.engram_buckets()[0]
     expected = []
     for t in range(5):

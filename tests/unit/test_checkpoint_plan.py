@@ -1,4 +1,4 @@
-"""Headers against the inventory: what is missing, extra, unfit, skipped; and who decides formats."""
+"""Headers against the inventory: what is missing, extra, unfit or skipped."""
 
 from __future__ import annotations
 
@@ -238,9 +238,7 @@ def test_config_of_another_family_is_refused_by_exact_name(folder):
 def test_plain_weights_of_either_width_are_accepted_for_any_tensor(folder, monkeypatch):
     """An fp32 oracle writes F32 matrices; a BF16 export writes BF16 ones. The dtype decides."""
     before = read_tensors(folder / ONE_SHARD)
-    values = {
-        name: decoded(before, name) for name in before if not name.endswith(".scale")
-    }
+    values = {name: decoded(before, name) for name in before if not name.endswith(".scale")}
 
     def edit(tensors):
         for number, name in enumerate(list(values)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from itertools import pairwise
 
 import pytest
 import torch
@@ -86,13 +87,13 @@ def test_e4m3_all_codes_round_trip():
 
 
 def test_e4m3_every_tie_goes_to_the_even_code():
-    ties = [float((a + b) / 2) for a, b in zip(E4M3, E4M3[1:], strict=False)]
+    ties = [float((a + b) / 2) for a, b in pairwise(E4M3)]
     got = e4m3_encode(torch.tensor(ties)).view(torch.uint8).tolist()
     assert got == [code + (code & 1) for code in range(126)]
 
 
 def test_e4m3_neighbours_of_every_tie_go_to_their_own_side():
-    ties = [float((a + b) / 2) for a, b in zip(E4M3, E4M3[1:], strict=False)]
+    ties = [float((a + b) / 2) for a, b in pairwise(E4M3)]
     below = e4m3_encode(torch.tensor([next_down(t) for t in ties])).view(torch.uint8)
     above = e4m3_encode(torch.tensor([next_up(t) for t in ties])).view(torch.uint8)
     assert below.tolist() == list(range(126))

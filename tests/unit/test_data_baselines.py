@@ -78,7 +78,11 @@ def test_text_baselines_predict_tokens_and_the_end_alone():
     """
     ids = [[0, 5, 5, 1]] * 10
     unigram, bigram, trigram = text_baselines(["ab"] * 10, ["ab"] * 3, ids, ids[:3], vocab_size=6)
-    assert (unigram.name, bigram.name, trigram.name) == ("token unigram", "token bigram", "byte trigram")
+    assert (unigram.name, bigram.name, trigram.name) == (
+        "token unigram",
+        "token bigram",
+        "byte trigram",
+    )
     assert unigram.bits_per_byte == pytest.approx((2 * math.log2(1.5) + math.log2(3)) / 2, rel=0.02)
     # After the start always 5; after 5, 5 or the end evenly: about 2 bits per text.
     assert bigram.bits_per_byte == pytest.approx(1, rel=0.1)

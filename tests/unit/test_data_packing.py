@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -42,7 +44,7 @@ def test_lengths_are_the_borders_of_the_pieces(lengths, width):
     for row, pieces in enumerate(packed.lengths):
         assert 0 < sum(pieces) <= width
         starts = np.concatenate([[0], np.cumsum(pieces)])
-        for start, stop in zip(starts[:-1], starts[1:], strict=True):
+        for start, stop in itertools.pairwise(starts):
             piece = packed.inputs[row, start:stop]
             assert (np.diff(piece) == 1).all()
         assert (packed.inputs[row, starts[-1] :] == PAD).all()

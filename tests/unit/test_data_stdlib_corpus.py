@@ -24,13 +24,24 @@ def _held_out_name(folder: str, wanted: bool) -> str:
 @pytest.fixture
 def library(tmp_path) -> Path:
     """A small library: 40 readable modules, and one of everything that must be left out."""
-    texts = {_held_out_name(f"p{n}", wanted=n % 4 == 0): f"# module {n}\n" + "x = 1\n" * 700 for n in range(40)}
-    for skipped in ("test/t.py", "a/tests/t.py", "idlelib/i.py", "lib2to3/l.py", "encodings/cp037.py"):
+    texts = {
+        _held_out_name(f"p{n}", wanted=n % 4 == 0): f"# module {n}\n" + "x = 1\n" * 700
+        for n in range(40)
+    }
+    for skipped in (
+        "test/t.py",
+        "a/tests/t.py",
+        "idlelib/i.py",
+        "lib2to3/l.py",
+        "encodings/cp037.py",
+    ):
         texts[skipped] = "LEFT OUT\n"
     for skipped in ("site-packages/s.py", "__pycache__/c.py", "_sysconfigdata_x.py", "binary.so"):
         texts[skipped] = "LEFT OUT\n"
     texts["notes.txt"] = "a note\r\nof two lines\r\n"
-    texts["pydoc_data/topics.py"] = "topics = {'with': 'The with statement.\\n', 'if': 'The if statement.\\n'}\n"
+    texts["pydoc_data/topics.py"] = (
+        "topics = {'with': 'The with statement.\\n', 'if': 'The if statement.\\n'}\n"
+    )
     texts["empty.py"] = "\n"
     for name, text in texts.items():
         path = tmp_path / name
@@ -91,7 +102,7 @@ def test_caps_hold_and_no_document_takes_more_than_a_tenth(library, cap):
 
 def test_too_little_text_is_refused_with_a_remedy(tmp_path):
     (tmp_path / "a.py").write_text("x = 1\n")
-    with pytest.raises(CorpusError, match="training text: found 6 bytes, expected 1000; .*--set"):
+    with pytest.raises(CorpusError, match=r"training text: found 6 bytes, expected 1000; .*--set"):
         read_corpus(tmp_path, max_train_bytes=4000, max_validation_bytes=400)
 
 

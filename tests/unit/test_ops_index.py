@@ -5,6 +5,7 @@ import torch
 
 from finwhale.ops.index import (
     index_scores,
+    index_scores_matmul,
     pool_mask,
     select_pool_blocks,
     select_topk,
@@ -50,12 +51,13 @@ def test_topk_of_no_entries_is_empty(form):
     assert form(torch.zeros(2, 3, 0), 4).shape == (2, 3, 0)
 
 
-def test_scores_sum_over_heads_after_relu():
+@pytest.mark.parametrize("form", [index_scores, index_scores_matmul])
+def test_scores_sum_over_heads_after_relu(form):
     # dots: head 0 (2, -1), head 1 (-3, 4); w = (0.5, -2): 0.5 * 2 + 0 = 1 and 0 - 2 * 4 = -8.
     q = torch.tensor([[[[1.0, 0.0], [0.0, 1.0]]]])
     keys = torch.tensor([[[2.0, -3.0], [-1.0, 4.0]]])
     weights = torch.tensor([[[0.5, -2.0]]])
-    assert index_scores(q, weights, keys).tolist() == [[[1.0, -8.0]]]
+    assert form(q, weights, keys).tolist() == [[[1.0, -8.0]]]
 
 
 def test_scores_in_bf16_round_each_step():
@@ -64,6 +66,16 @@ def test_scores_in_bf16_round_each_step():
     keys = torch.ones(1, 1, 2, dtype=torch.bfloat16)
     assert index_scores(q, torch.ones(1, 1, 1), keys).item() == 1.0
     assert index_scores(q.float(), torch.ones(1, 1, 1), keys.float()).item() == 1.0 + 2.0**-9
+
+
+def test_scores_matmul_equals_reference():
+    g = torch.Generator().manual_seed(0)
+    q, w = torch.randn(2, 7, 24, 32, generator=g), torch.randn(2, 7, 24, generator=g)
+    keys = torch.randn(2, 11, 32, generator=g)
+    for dtype, atol in ((torch.float32, 1e-4), (torch.bfloat16, 0)):
+        inputs = q.to(dtype), w.to(dtype), keys.to(dtype)
+        got, want = index_scores_matmul(*inputs), index_scores(*inputs)
+        torch.testing.assert_close(got, want, rtol=0, atol=atol)
 
 
 def pool(scores, visible, num_blocks, size):

@@ -124,7 +124,11 @@ def test_accents_stripped_in_plain_python_give_another_count(released, monkeypat
 def test_map_of_a_file_equals_map_of_its_tokenizer(tmp_path):
     path = tmp_path / "tokenizer.json"
     path.write_text(_tokenizer("a", "A").raw.to_str())
-    assert token_map_from_file(path).tolist() == [0, 1, 2, 3, 3] == token_map_from_file(tmp_path).tolist()
+    assert (
+        token_map_from_file(path).tolist()
+        == [0, 1, 2, 3, 3]
+        == token_map_from_file(tmp_path).tolist()
+    )
 
 
 def test_unused_ids_are_refused():

@@ -147,7 +147,9 @@ def test_released_file_gives_the_published_ids(released):
     assert (released.vocab_size, released.bos_id, released.eos_id) == (129280, 0, 1)
     prompt = f"{BOS}{USER}hi{ASSISTANT}</think>"
     assert released.encode(prompt, parse_markers=True) == [0, 128803, 6366, 128804, 128822]
-    effort = "Reasoning Effort: 75 (range 1-100, the higher the value, the more thorough the reasoning)"
+    effort = (
+        "Reasoning Effort: 75 (range 1-100, the higher the value, the more thorough the reasoning)"
+    )
     ids = "77666 288 9504 482 28 223 2402 343 16801 223 19 15 1457 14 270 4077 270 1990 14 270 850"
     ids += " 15146 270 22805 868"
     assert released.encode(effort + "\n\n") == [int(i) for i in ids.split()]

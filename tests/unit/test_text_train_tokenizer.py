@@ -74,4 +74,6 @@ def test_file_is_the_released_layout(tmp_path):
     fields = json.loads(train_tokenizer([TEXT], 300, tmp_path / "t.json").read_text("utf-8"))
     assert fields["decoder"]["type"] == "ByteLevel"
     assert fields["model"]["type"] == "BPE"
-    assert {token["content"] for token in fields["added_tokens"] if token["special"]} == HIDDEN_MARKERS
+    assert {
+        token["content"] for token in fields["added_tokens"] if token["special"]
+    } == HIDDEN_MARKERS

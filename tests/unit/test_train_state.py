@@ -1,0 +1,110 @@
+"""The stored state and the run folder: whole, atomic, refused when they do not fit."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from finwhale.config.presets import unit, with_compressed_vocab
+from finwhale.config.run import OptimConfig
+from finwhale.model import Backbone
+from finwhale.ops import FAST
+from finwhale.train import state
+from finwhale.train.optimizer import build_optimizer
+from finwhale.train.record import Metrics, RunFolderError, claim_folder, curve, read_metrics
+from finwhale.train.state import StateError, load_state, save_state
+
+COUNTERS = {"step": 7, "metrics_bytes": 123, "elapsed_s": 4.5}
+
+
+def _fresh(seed: int, **text) -> tuple[Backbone, torch.optim.Optimizer]:
+    model = Backbone(with_compressed_vocab(unit(), 512), ops=FAST)
+    model.init_weights(seed)
+    return model, build_optimizer(model, OptimConfig())
+
+
+def _step(model, optimizer) -> None:
+    optimizer.zero_grad(set_to_none=True)
+    model(torch.randint(3, 500, (1, 20))).square().mean().backward()
+    optimizer.step()
+
+
+def test_state_restores_weights_optimiser_and_generator(tmp_path):
+    model, optimizer = _fresh(0)
+    _step(model, optimizer)
+    save_state(tmp_path, model, optimizer, **COUNTERS)
+    _step(model, optimizer)
+    other, other_optimizer = _fresh(1)
+    assert load_state(tmp_path, other, other_optimizer) == COUNTERS
+    _step(other, other_optimizer)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, other.state_dict()[name]), name
+
+
+def test_no_state_is_no_error(tmp_path):
+    assert load_state(tmp_path, *_fresh(0)) is None
+
+
+def test_a_failed_save_keeps_the_state_before(tmp_path, monkeypatch):
+    model, optimizer = _fresh(0)
+    save_state(tmp_path, model, optimizer, **COUNTERS)
+    before = (tmp_path / state.STATE_FILE).read_bytes()
+
+    def torn(value, file):
+        file.write(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(state.torch, "save", torn)
+    with pytest.raises(OSError, match="disk full"):
+        save_state(tmp_path, model, optimizer, **{**COUNTERS, "step": 8})
+    assert (tmp_path / state.STATE_FILE).read_bytes() == before
+
+
+def test_damaged_state_is_refused_by_name(tmp_path):
+    (tmp_path / state.STATE_FILE).write_bytes(b"PK\x03\x04 nothing")
+    with pytest.raises(StateError, match="state.pt: not a readable training state"):
+        load_state(tmp_path, *_fresh(0))
+
+
+def test_state_of_another_model_is_refused_by_tensor(tmp_path):
+    model, optimizer = _fresh(0)
+    save_state(tmp_path, model, optimizer, **COUNTERS)
+    model.embed.weight = torch.nn.Parameter(torch.zeros(512, 32))
+    with pytest.raises(StateError, match=r"embed.weight: found \(512, 64\), expected \(512, 32\)"):
+        load_state(tmp_path, model, optimizer)
+
+
+def test_metrics_are_cut_back_to_the_recorded_length(tmp_path):
+    metrics = Metrics(tmp_path, 0)
+    metrics.write({"step": 1, "loss": 2.5, "tokens_per_s": 9.0, "elapsed_s": 0.1})
+    kept = metrics.length_bytes
+    metrics.write({"step": 2, "loss": 2.0})
+    metrics.close()
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": 3, "lo')
+    again = Metrics(tmp_path, kept)
+    again.write({"step": 2, "loss": 2.25})
+    again.close()
+    expected = [{"step": 1, "loss": 2.5}, {"step": 2, "loss": 2.25}]
+    assert curve(read_metrics(tmp_path)) == expected
+
+
+def test_folder_of_another_run_is_refused_by_field(tmp_path):
+    earlier = {"config": {"optim": {"lr": 0.001}, "seed": 0}, "data_digest": "d", "extra": 1}
+    (tmp_path / "run.json").write_text(json.dumps(earlier))
+    same = {"optim": {"lr": 0.001}, "seed": 0}
+    assert claim_folder(tmp_path, same, "d") == earlier
+    other = {"optim": {"lr": 0.002}, "seed": 0}
+    with pytest.raises(RunFolderError, match=r"config.optim.lr: found 0.001, expected 0.002"):
+        claim_folder(tmp_path, other, "d")
+    with pytest.raises(RunFolderError, match=r"data_digest: found 'd', expected 'e'"):
+        claim_folder(tmp_path, same, "e")
+    (tmp_path / "run.json").write_text("{")
+    with pytest.raises(RunFolderError, match="not valid JSON"):
+        claim_folder(tmp_path, same, "d")
+
+
+def test_new_folder_has_no_earlier_run(tmp_path):
+    assert claim_folder(tmp_path, {"seed": 0}, "d") == {}
