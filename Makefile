@@ -45,8 +45,9 @@ $(VENV)/.with-dev: $(INPUTS) | $(BIN)/python
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[text,cli,test,dev]"
 	@touch $@
 
+# An interrupted demo goes on where it stopped; "rm -r runs/demo" starts afresh.
 demo: $(VENV)/.with-demo
-	$(BIN)/finwhale demo $(ARGS)
+	$(BIN)/finwhale demo --resume $(ARGS)
 
 test: $(VENV)/.with-test
 	$(BIN)/python -m $(PYTEST) -n 2 --timeout 60 -m "not slow and not gpu and not oracle_env" $(ARGS)

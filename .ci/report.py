@@ -64,7 +64,8 @@ def problems(
 
 
 def _coverage_json(root: Path) -> dict:
-    out = root / ".coverage.report.json"
+    out = root / "build" / "ci" / "coverage.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
     for arguments in (["combine", "--quiet"], ["json", "--quiet", "-o", str(out)]):
         subprocess.run([sys.executable, "-m", "coverage", *arguments], cwd=root, check=True)
     return json.loads(out.read_text(encoding="utf-8"))

@@ -275,6 +275,8 @@ class Demo:
 
     out: Path = Path("runs/demo")
     """Folder for the run and its checkpoint."""
+    resume: bool = False
+    """Go on from the state in --out; a finished run is shown again without training."""
     debug: bool = False
     """Show the traceback of an error, and how long the command took."""
 
@@ -283,7 +285,7 @@ class Demo:
         _say(out=self.out)
         from finwhale.demo import run_demo
 
-        run_demo(self.out)
+        run_demo(self.out, resume=self.resume)
         return 0
 
 

@@ -110,7 +110,9 @@ class _Parts:
         self.add(attention, f"{a}.wkv.weight", hd, d, storage=fp8)
         self.add(attention, f"{a}.kv_norm.weight", hd)
         group_width = heads * hd // c.o_groups
-        self.add(attention, f"{a}.wo_a.weight", c.o_groups * c.o_lora_rank, group_width, storage=fp8)
+        self.add(
+            attention, f"{a}.wo_a.weight", c.o_groups * c.o_lora_rank, group_width, storage=fp8
+        )
         self.add(attention, f"{a}.wo_b.weight", d, c.o_groups * c.o_lora_rank, storage=fp8)
         self.add(attention, f"{a}.attn_sink", heads, storage=Storage.F32)
         mix, width = (2 + c.hc_mult) * c.hc_mult, c.hc_mult * d
@@ -205,7 +207,9 @@ class _Parts:
             self.add("vision", name, d)
 
 
-def checkpoint_tensors(config: ModelConfig, *, quantized: bool | None = None) -> tuple[TensorSpec, ...]:
+def checkpoint_tensors(
+    config: ModelConfig, *, quantized: bool | None = None
+) -> tuple[TensorSpec, ...]:
     """Return every tensor of a checkpoint of `config`, text first, then draft, then vision.
 
     `quantized` defaults to whether the config has a quantization_config; False gives the BF16

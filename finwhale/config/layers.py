@@ -98,7 +98,7 @@ def build_layer_specs(config: TextConfig) -> tuple[LayerSpec, ...]:
     missing = sorted(set(kv_ids) - set(index_ids))
     if missing:
         raise ConfigError(
-            f"text_config.index_source_layer_ids: lacks {missing}; every KV source is an index source"
+            f"text_config.index_source_layer_ids: lacks {missing}; every KV source is one"
         )
     if cut not in kv_ids:
         raise ConfigError(
@@ -118,7 +118,9 @@ def build_layer_specs(config: TextConfig) -> tuple[LayerSpec, ...]:
     for layer_id in range(num_layers):
         ratio = ratios[layer_id]
         if ratio not in (0, 1, 2):
-            raise ConfigError(f"text_config.compress_ratios[{layer_id}]: got {ratio}, expected 0, 1, 2")
+            raise ConfigError(
+                f"text_config.compress_ratios[{layer_id}]: got {ratio}, expected 0, 1, 2"
+            )
         if layer_id in kv_ids:
             kv_owner = layer_id
         if layer_id in index_ids:
@@ -129,10 +131,13 @@ def build_layer_specs(config: TextConfig) -> tuple[LayerSpec, ...]:
             mode, owners = AttentionMode.WINDOW, (None, None)
         else:
             if kv_owner is None or topk_owner is None:
-                raise ConfigError(f"layer {layer_id}: ratio {ratio} but no KV source at or below it")
+                raise ConfigError(
+                    f"layer {layer_id}: ratio {ratio} but no KV source at or below it"
+                )
             if ratios[kv_owner] != ratio:
                 raise ConfigError(
-                    f"layer {layer_id}: ratio {ratio} but its KV owner {kv_owner} has {ratios[kv_owner]}"
+                    f"layer {layer_id}: ratio {ratio} but its KV owner {kv_owner} has "
+                    f"{ratios[kv_owner]}"
                 )
             if topk_owner < kv_owner:
                 raise ConfigError(f"layer {layer_id}: top-k owner {topk_owner} precedes KV owner")

@@ -58,7 +58,9 @@ def generate(
         if not torch.isfinite(logits).all():
             raise ValueError(f"logits: not finite at position {sequence.shape[1] - 1}")
         p = next_token_probabilities(logits, temperature, top_p)
-        token = int(torch.multinomial(p, 1, generator=generator)) if temperature else int(p.argmax())
+        token = (
+            int(torch.multinomial(p, 1, generator=generator)) if temperature else int(p.argmax())
+        )
         yield token
         if token in stop_ids:
             return

@@ -70,8 +70,8 @@ class Backbone(nn.Module):
                 if c.engram_compressed_vocab_size != c.vocab_size:
                     raise ValueError(
                         f"token_map: missing; engram_compressed_vocab_size is "
-                        f"{c.engram_compressed_vocab_size} of {c.vocab_size} ids, so the map of the "
-                        "tokenizer is needed"
+                        f"{c.engram_compressed_vocab_size} of {c.vocab_size} ids, so the map of "
+                        "the tokenizer is needed"
                     )
                 token_map = torch.arange(c.vocab_size)
             token_map = torch.as_tensor(token_map, dtype=torch.int64)
@@ -110,8 +110,9 @@ class Backbone(nn.Module):
         ids         [B, T] int64
         packing     document layout; None means one document per row
         image_mask  [B, T] bool, tokens inside image spans
-        trace       filled with detached copies: `streams.L` before layer L, `topk.L`, `candidates.L`,
-                    `gate_ids.L`, `engram_rows.L`, and what the caches round (`*_raw.L`)
+        trace       filled with detached copies: `streams.L` before layer L, `topk.L`,
+                    `candidates.L`, `gate_ids.L`, `engram_rows.L`, and what the caches round
+                    (`*_raw.L`)
         """
         c = self.config.text_config
         if ids.dim() != 2 or ids.dtype != torch.int64:

@@ -32,7 +32,7 @@ class Indexer(nn.Module):
         self.k_norm = RMSNorm(parts, c.index_head_dim) if spec.owns_kv else None
 
     def make_keys(self, latent: Tensor, state: ForwardState) -> Tensor:
-        """Return the index keys of the owner's entries. latent, un-rotated [B, M, D] -> [B, M, DI]."""
+        """Return the owner's index keys [B, M, DI] from its un-rotated latent [B, M, D]."""
         ops, layer = self.parts.ops, self.spec.layer_id
         keys = self.k_norm(self.wk(latent))
         keys = ops.apply_rope(keys, state.entry_rotation(self.spec))
@@ -117,5 +117,5 @@ class Indexer(nn.Module):
 
 
 def _pad_slots(slots: Tensor, width: int) -> Tensor:
-    """Return `slots` [..., n] widened with -1 to `width`: a slice sees fewer keys than the whole."""
+    """Return `slots` [..., n] widened with -1: a slice sees fewer keys than the whole."""
     return torch.nn.functional.pad(slots, (0, width - slots.shape[-1]), value=-1)

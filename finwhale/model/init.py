@@ -2,8 +2,8 @@
 
 Matrices are normal with a fixed small deviation (`initializer_range`), norms are one, the router
 biases zero. The hyper-connections start near a plain residual network: each sublayer reads and
-writes the streams evenly and the combine matrix is close to the identity. A tensor's draw depends on its
-name alone, so adding a layer does not move the others.
+writes the streams evenly and the combine matrix is close to the identity. A tensor's draw
+depends on its name alone, so adding a layer does not move the others.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ class ForwardState:
     topk[L]                    [B, T, K] int64 rows of the owner's entries, -1 padded
     pool_blocks                [B, T, P] int64 blocks of the candidate pool, from document start
     encoder_output             [B, T, C] collapsed streams at the encoder-decoder cut, or None
-    stale_keys, stale_rows     [B, M, DI], [B, T] bool: see stale_slot.py; None under the default rule
+    stale_keys, stale_rows     [B, M, DI], [B, T] bool: stale_slot.py; None by the default rule
     """
 
     packing: Packing

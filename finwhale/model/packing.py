@@ -63,8 +63,8 @@ class Packing:
         for n, (row, total) in enumerate(zip(rows, sums, strict=True)):
             if any(length < 1 for length in row) or total > tokens:
                 raise ValueError(
-                    f"packing: row {n} has lengths {list(row)}, expected positive lengths whose sum "
-                    f"is at most {tokens}"
+                    f"packing: row {n} has lengths {list(row)}, expected positive lengths whose "
+                    f"sum is at most {tokens}"
                 )
             full.append((*row, tokens - total) if total < tokens else tuple(row))
         positions = torch.tensor(

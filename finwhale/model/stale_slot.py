@@ -25,8 +25,8 @@ def stale_slot_logits(model, ids: Tensor, prefill_tokens: int) -> Tensor:
     batch, tokens = ids.shape
     if batch != 1 or not 1 <= prefill_tokens <= tokens:
         raise ValueError(
-            f"stale slot: got ids {tuple(ids.shape)} with prefill {prefill_tokens}, expected one row "
-            "and a prefill between 1 and its length"
+            f"stale slot: got ids {tuple(ids.shape)} with prefill {prefill_tokens}, expected one "
+            "row and a prefill between 1 and its length"
         )
     last_owner = [spec.layer_id for spec in model.specs if spec.owns_kv][-1]
     state = model.forward_state(ids[:, :prefill_tokens])

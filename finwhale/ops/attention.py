@@ -45,7 +45,8 @@ def sparse_attention_ref(
 ) -> Tensor:
     """Return, for each query and head, the value sum over its window and selected entries.
 
-    e_s = (q_h . k_s) / sqrt(D);  out_h = sum_s exp(e_s - m) k_s / (sum_s exp(e_s - m) + exp(sink_h - m))
+    e_s = (q_h . k_s) / sqrt(D);  m = max_s e_s
+    out_h = sum_s exp(e_s - m) k_s / (sum_s exp(e_s - m) + exp(sink_h - m))
 
     q          [B, T, H, D]
     window_kv  [B, T, D]   row t belongs to query t

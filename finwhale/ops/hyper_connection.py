@@ -56,7 +56,9 @@ def hyper_mix(
     """
     num = streams.shape[-2]
     u = streams.flatten(-2).float()  # [..., N * C]
-    m = torch.nn.functional.linear(u, fn) * torch.rsqrt(u.square().mean(-1, keepdim=True) + norm_eps)
+    m = torch.nn.functional.linear(u, fn) * torch.rsqrt(
+        u.square().mean(-1, keepdim=True) + norm_eps
+    )
     pre, post, comb = m.split((num, num, num * num), dim=-1)
     pre_base, post_base, comb_base = base.split((num, num, num * num))
     pre = torch.sigmoid(scale[0] * pre + pre_base) + eps

@@ -11,9 +11,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from finwhale.ops import attention, compress, engram, hyper_connection, index, moe
+from finwhale.ops import (
+    attention,
+    compress,
+    engram,
+    hyper_connection,
+    index,
+    moe,
+    norm,
+    rope,
+    rounding,
+    sinkhorn,
+)
 from finwhale.ops import linear as product
-from finwhale.ops import norm, rope, rounding, sinkhorn
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -66,7 +66,9 @@ def test_batch_neighbours_do_not_matter(neighbours):
     torch.testing.assert_close(together, logits(unit_model(), ids[:1]), **CLOSE)
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 3, W - 1, W, W + 1, 2 * W + 1, 2 * K - 1, 2 * K, 2 * K + 1])
+@pytest.mark.parametrize(
+    "tokens", [1, 2, 3, W - 1, W, W + 1, 2 * W + 1, 2 * K - 1, 2 * K, 2 * K + 1]
+)
 def test_fast_operations_equal_reference_operations(tokens):
     ids = token_ids(2, tokens, seed=tokens)
     fast, slow = unit_model(EXACT, FAST), unit_model(EXACT, REFERENCE)

@@ -81,10 +81,12 @@ def test_attention_sink_enters_denominator_only(form):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_attention_keeps_an_entry_that_repeats_a_window_row(form):
-    # The same vector once in the window and once as an entry counts twice: 2/3 against 1/2 with sink 0.
+    # The same vector in the window and as an entry counts twice: 2/3, not 1/2, with sink 0.
     key = torch.ones(1, 1, 4)
     q, sink = torch.zeros(1, 1, 1, 4), torch.zeros(1)
-    out = form(q, key, key, torch.zeros(1, 1, 1, dtype=torch.int64), sink, torch.zeros(1, 1).long(), 8)
+    out = form(
+        q, key, key, torch.zeros(1, 1, 1, dtype=torch.int64), sink, torch.zeros(1, 1).long(), 8
+    )
     torch.testing.assert_close(out.flatten(), torch.full((4,), 2 / 3))
 
 

@@ -75,11 +75,12 @@ def test_rows_stay_inside_the_table():
     ids = torch.randint(0, 99092, (200,), generator=torch.Generator().manual_seed(0)).tolist()
     for n, layer in enumerate(c.engram_layer_ids):
         got = rows(layer, ids)
-        assert 0 <= int(got.min()) and int(got.max()) < c.engram_num_embeddings[n]
+        assert int(got.min()) >= 0
+        assert int(got.max()) < c.engram_num_embeddings[n]
 
 
 def test_gate_equals_hand_arithmetic():
-    # C = 4, X = (2,2,2,2), key = (1,-1,1,1): rms 2 and 1, dot = (2-2+2+2)*qk / 2 / 1 / 2 with qk = 3.
+    # X = (2,2,2,2), key = (1,-1,1,1): rms 2 and 1; dot = (2-2+2+2) * 3 / 2 / 1 / sqrt(4) = 3.
     streams, keys = torch.full((1, 4), 2.0), torch.tensor([[1.0, -1, 1, 1]])
     ones = torch.ones(1, 4)
     out = engram_gate(streams, keys, torch.tensor([1.0, 2, 3, 4]), 3 * ones, ones, 1e-20)

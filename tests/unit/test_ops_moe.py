@@ -34,7 +34,9 @@ def test_route_survives_very_negative_logits():
 
 
 def test_route_ties_go_to_the_lowest_expert():
-    assert route_experts(torch.zeros(1, 384), torch.zeros(384), 6, 1.5)[0].tolist() == [[0, 1, 2, 3, 4, 5]]
+    assert route_experts(torch.zeros(1, 384), torch.zeros(384), 6, 1.5)[0].tolist() == [
+        [0, 1, 2, 3, 4, 5]
+    ]
 
 
 def test_route_of_384_experts_equals_sorted_list():

@@ -39,7 +39,7 @@ def test_release_product_rounds_its_input_to_fp8_groups():
     linear.weight.data.fill_(1.0)
     x = torch.zeros(1, 32, dtype=BF16)
     x[0, 0], x[0, 1] = 450.0, 1.0
-    # 450 / 2 = 225 -> 224 (E4M3 spacing is 16 there), back to 448; 1 / 2 is exact. 449 -> 448 in bf16.
+    # 450 / 2 = 225 -> 224 (E4M3 spacing is 16 there), back to 448; 1 / 2 is exact; bf16(449) = 448.
     assert linear(x).item() == 448.0
     plain = Linear(parts(), 32, 1, "plain")
     plain.weight.data.fill_(1.0)

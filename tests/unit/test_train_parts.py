@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -56,7 +57,7 @@ def test_learning_rate_by_hand():
     assert rates[:3] == [1.0, 2.0, 2.0]
     assert rates[6] == pytest.approx(2.0 * (0.1 + 0.9 * 0.5))  # half-way: cosine is zero
     assert rates[10] == pytest.approx(0.2)
-    assert all(a > b for a, b in zip(rates[2:], rates[3:], strict=False))
+    assert all(a > b for a, b in itertools.pairwise(rates[2:]))
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3])

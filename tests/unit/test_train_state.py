@@ -64,7 +64,7 @@ def test_a_failed_save_keeps_the_state_before(tmp_path, monkeypatch):
 
 def test_damaged_state_is_refused_by_name(tmp_path):
     (tmp_path / state.STATE_FILE).write_bytes(b"PK\x03\x04 nothing")
-    with pytest.raises(StateError, match="state.pt: not a readable training state"):
+    with pytest.raises(StateError, match=r"state\.pt: not a readable training state"):
         load_state(tmp_path, *_fresh(0))
 
 
