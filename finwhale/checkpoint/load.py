@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from finwhale.checkpoint.budget import (
@@ -29,7 +28,7 @@ from finwhale.config.inventory import GROUP, Storage
 from finwhale.config.model import ModelConfig
 from finwhale.model import Backbone, Numerics
 from finwhale.ops import Ops
-from finwhale.ops.weight_formats import dequantize_weight, row_slices
+from finwhale.ops.weight_formats import all_finite, dequantize_weight, row_slices
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,7 +128,7 @@ def fill(target: Tensor, planned: PlannedTensor) -> None:
             values = dequantize_weight(values, scales, dtype=target.dtype)
         # A NaN scale byte or an overflow of code and scale shows here, too.
         values = values.to(target.dtype)
-        if not torch.isfinite(values).all():
+        if not all_finite(values):
             raise CheckpointError(
                 planned.weight.file,
                 tensor=planned.spec.name,

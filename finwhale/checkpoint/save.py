@@ -32,7 +32,7 @@ from finwhale.checkpoint.shards import (
 from finwhale.checkpoint.staging import staged_folder
 from finwhale.config.inventory import Storage, TensorSpec, checkpoint_tensors
 from finwhale.config.model import ModelConfig, QuantizationConfig
-from finwhale.ops.weight_formats import QUANTIZED, quantize_weight, row_slices
+from finwhale.ops.weight_formats import QUANTIZED, all_finite, quantize_weight, row_slices
 
 if TYPE_CHECKING:
     from finwhale.model import Backbone
@@ -206,7 +206,7 @@ def _write_parameter(
         rows = source(spec, part)
         if spec.storage not in QUANTIZED:
             rows = rows.to(torch.float32 if spec.storage is Storage.F32 else torch.bfloat16)
-        if not torch.isfinite(rows).all():
+        if not all_finite(rows):
             raise CheckpointError(
                 target,
                 tensor=spec.name,

@@ -34,9 +34,13 @@ def ceil_power_of_two(x: Tensor) -> Tensor:
 
 
 def ue8m0_decode(codes: Tensor) -> Tensor:
-    """Return 2^(code - 127) in fp32; code 0 is the subnormal 2^-127. codes [...] uint8."""
+    """Return 2^(code - 127) in fp32; code 0 is the subnormal 2^-127, code 255 is NaN.
+
+    codes [...] uint8 or float8_e8m0fnu
+    """
     wide = codes.view(torch.uint8).to(torch.int32)
-    return torch.where(wide == 0, 0x00400000, wide << 23).view(torch.float32)
+    bits = torch.where(wide == 0, 0x00400000, wide << 23)
+    return torch.where(wide == 255, 0x7FC00000, bits).view(torch.float32)
 
 
 def e4m3_encode(x: Tensor) -> Tensor:

@@ -35,6 +35,17 @@ def _groups(x: Tensor, size: int) -> Tensor:
     return x.float().unflatten(-1, (-1, size))  # [..., D/size, size]
 
 
+def _round(x: Tensor, size: int, quantize, dequantize) -> Tensor:
+    """Return dequantize(quantize(x)) in the dtype of x.
+
+    No code can hold a NaN or an infinity, so a group with one becomes NaN as a whole: damage must
+    reach the check that names its layer, not vanish as zeros.
+    """
+    finite = torch.isfinite(_groups(x, size)).all(-1, keepdim=True)
+    y = dequantize(*quantize(x)).unflatten(-1, (-1, size))
+    return torch.where(finite, y, torch.nan).flatten(-2).to(x.dtype)
+
+
 def quantize_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return E4M3 codes [..., D] and UE8M0 scales [..., D/32] uint8, groups of 32 channels.
 
@@ -55,7 +66,7 @@ def dequantize_fp8(codes: Tensor, scales: Tensor) -> Tensor:
 
 def round_fp8(x: Tensor) -> Tensor:
     """Return x [..., D] through FP8 and back, in its own dtype. Section 9.2."""
-    return dequantize_fp8(*quantize_fp8(x)).to(x.dtype)
+    return _round(x, 32, quantize_fp8, dequantize_fp8)
 
 
 def quantize_main_kv(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -77,7 +88,7 @@ def dequantize_main_kv(packed: Tensor, scales: Tensor) -> Tensor:
 
 def round_main_kv(x: Tensor) -> Tensor:
     """Return x [..., D] through the FP4 main-KV format and back, in its own dtype. Section 9.3."""
-    return dequantize_main_kv(*quantize_main_kv(x)).to(x.dtype)
+    return _round(x, 16, quantize_main_kv, dequantize_main_kv)
 
 
 def quantize_index(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -100,4 +111,4 @@ def dequantize_index(packed: Tensor, scales: Tensor) -> Tensor:
 
 def round_index(x: Tensor) -> Tensor:
     """Return x [..., D] through MXFP4 and back, in its own dtype. Section 9.4."""
-    return dequantize_index(*quantize_index(x)).to(x.dtype)
+    return _round(x, 32, quantize_index, dequantize_index)

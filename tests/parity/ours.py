@@ -117,8 +117,8 @@ def tolerance(run: GoldenRun) -> float:
 
 def chosen_mask(topk: Tensor, width: int) -> Tensor:
     """Turn rows [..., K], -1 padded, into a mask [..., M]; no row may name an entry twice."""
-    mask = torch.zeros(*topk.shape[:-1], width + 1, dtype=torch.int32)
-    mask.scatter_add_(-1, torch.where(topk < 0, width, topk), torch.ones_like(topk, dtype=torch.int32))
+    mask = torch.zeros(*topk.shape[:-1], width + 1, dtype=torch.int64)
+    mask.scatter_add_(-1, torch.where(topk < 0, width, topk), torch.ones_like(topk))
     assert bool((mask[..., :width] <= 1).all()), "an entry was selected twice"
     return mask[..., :width].bool()
 
@@ -194,7 +194,5 @@ def check_parity(run: GoldenRun, outcome: Outcome) -> dict[str, float]:
                 errors[kind] = max(errors.get(kind, 0.0), error)
     check_selection(run, outcome)
     check_router(run, outcome, margin=limit)
-    errors["logits"] = assert_close(
-        "logits", outcome.logits[:, positions], stored["logits"], limit
-    )
+    errors["logits"] = assert_close("logits", outcome.logits[:, positions], stored["logits"], limit)
     return errors

@@ -156,9 +156,7 @@ def relu_of_sum(q, weights, keys):
 
 def unpinned_blocks(scores, visible, num_blocks, block_size, **_):
     # The newest block counted as fully invisible is not forced.
-    return REFERENCE.select_pool_blocks(
-        scores, torch.zeros_like(visible), num_blocks, block_size
-    )
+    return REFERENCE.select_pool_blocks(scores, torch.zeros_like(visible), num_blocks, block_size)
 
 
 def mean_of_group(content, gate):
@@ -192,9 +190,7 @@ def forgetful_blocking(ids, positions, dead, multipliers, primes, offsets, pad_i
 
 
 def reversed_lookback(ids, positions, dead, multipliers, primes, offsets, pad_id):
-    return REFERENCE.engram_rows(
-        ids, positions, dead, multipliers.flip(0), primes, offsets, pad_id
-    )
+    return REFERENCE.engram_rows(ids, positions, dead, multipliers.flip(0), primes, offsets, pad_id)
 
 
 def biased_weights(logits, bias, k, scaling):

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from finwhale.checkpoint import budget, load, load_model
+from finwhale.checkpoint import budget, load, load_model, save_tensors
 from finwhale.checkpoint.budget import available_memory_bytes, load_budget
 from finwhale.checkpoint.folder import StoredEntry
+from finwhale.checkpoint.hashed_weights import hashed_source
 from finwhale.checkpoint.toy_tokenizer import toy_tokenizer_json
 from finwhale.config import preset
 from finwhale.config.inventory import checkpoint_tensors
-from finwhale.model import Numerics
+from finwhale.config.presets import with_compressed_vocab
+from finwhale.model import Backbone, Numerics
 from finwhale.ops import FAST, REFERENCE, weight_formats
 from tests.checkpoint_files import (
     ONE_SHARD,
@@ -187,6 +192,26 @@ def test_identity_map_needs_no_tokenizer(folder):
     assert load_model(folder).report.token_map_from == "identity"
 
 
+def test_model_without_engram_needs_no_map(tmp_path):
+    text = replace(smallest_config().text_config, engram_layer_ids=(), engram_num_embeddings=())
+    config = replace(smallest_config(), text_config=text)
+    save_tensors(config, hashed_source(0), tmp_path / "out")
+    loaded = load_model(tmp_path / "out")
+    assert loaded.report.token_map_from == "no Engram"
+    assert loaded.model(torch.tensor([[3, 4, 5]])).shape == (1, 3, 512)
+
+
+def test_model_and_inventory_must_name_the_same_tensors(folder, monkeypatch):
+    def with_extra(*arguments, **options):
+        model = Backbone(*arguments, **options)
+        model.register_buffer("stray", torch.zeros(1))
+        return model
+
+    monkeypatch.setattr(load, "Backbone", with_extra)
+    with pytest.raises(AssertionError, match=r"\['stray'\]"):
+        load_model(folder)
+
+
 def test_map_keeps_a_space_and_an_empty_token_apart(folder):
     # Case 8: one token normalises to a single space, one to nothing after stripping.
     raw = json.loads((folder / "tokenizer.json").read_text())
@@ -272,3 +297,35 @@ def test_budget_of_the_released_model_is_the_model_and_one_slice():
     assert need.model_bytes == 2 * parameters + 2 * fp32
     # The largest table has 98 GB; no more than a slice of it is in work.
     assert need.working_bytes < 200e6
+
+
+MEASURED = """
+import sys
+import torch
+from finwhale.checkpoint import load_model
+def peak():
+    lines = open("/proc/self/status").read().splitlines()
+    return [int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")][0]
+load_model(sys.argv[1])
+before = peak()
+print(load_model(sys.argv[2]).report.budget.total_bytes, peak() - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_peak_memory_stays_within_the_stated_budget(source, tmp_path):
+    config = preset("mini")
+    config = with_compressed_vocab(config, 2050)
+    tokenizer = {"tokenizer.json": toy_tokenizer_json(4096).encode()}
+    save_tensors(config, hashed_source(0), tmp_path / "mini", extra_files=tokenizer)
+    run = subprocess.run(
+        [sys.executable, "-c", MEASURED, str(source), str(tmp_path / "mini")],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    budget_bytes, peak_bytes = map(int, run.stdout.split())
+    # 16 MB for the interpreter: headers, module objects, the tokenizer.
+    assert peak_bytes < budget_bytes + (16 << 20)

@@ -455,6 +455,31 @@ def test_stale_folders_of_running_processes_are_kept(model, tmp_path):
     assert (mine.exists(), dead.exists()) == (True, False)
 
 
+def test_leftover_of_an_earlier_process_with_this_number_is_replaced(model, tmp_path):
+    left = tmp_path / f".out.partial-{os.getpid()}"
+    left.mkdir()
+    (left / "junk").write_text("?")
+    save_checkpoint(model, tmp_path / "out")
+    assert not left.exists()
+    assert "junk" not in contents(tmp_path / "out")
+
+
+def test_process_of_another_user_counts_as_running(model, tmp_path, monkeypatch):
+    def refuse(pid, signal_number):
+        raise PermissionError
+
+    monkeypatch.setattr(staging.os, "kill", refuse)
+    other = tmp_path / ".out.partial-4242"
+    other.mkdir()
+    save_checkpoint(model, tmp_path / "out")
+    assert other.exists()
+
+
+def test_system_without_an_exchange_of_names_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(staging.ctypes, "CDLL", lambda name: object())
+    assert staging._exchange(tmp_path / "a", tmp_path / "b") is False
+
+
 def test_folder_lost_between_two_renames_comes_back(model, source, tmp_path):
     shutil.copytree(source, tmp_path / ".out.replaced-999999999")
     error = refusal(save_checkpoint, model, tmp_path / "out")

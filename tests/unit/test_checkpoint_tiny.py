@@ -24,6 +24,14 @@ def tiny(tmp_path_factory):
     return out, report, load_file(out / "expected.safetensors")
 
 
+# U+FF5C bars and U+2581 blanks, as released.
+MARKERS = [
+    "<\uff5cbegin\u2581of\u2581sentence\uff5c>",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",
+    "<\uff5c\u2581pad\u2581\uff5c>",
+]
+
+
 def relative(got, expected) -> float:
     return float((got - expected).norm() / expected.norm())
 
@@ -135,7 +143,7 @@ def test_prompt_has_ordinary_words_only():
 
 def test_toy_vocabulary_is_pairs_that_differ_by_case():
     words = [word.replace("\u0120", " ") for word in toy_vocabulary(8)]
-    assert words == ["<bos>", "<eos>", "<pad>", " wa", " Wa", " wb", " Wb", " wc"]
+    assert words == [*MARKERS, " wa", " Wa", " wb", " Wb", " wc"]
     assert list(toy_vocabulary(8).values()) == list(range(8))
     with pytest.raises(ValueError, match="vocab_size: got 4"):
         toy_vocabulary(4)

@@ -144,6 +144,7 @@ def test_ue8m0_float_log2_would_miss_exact_powers():
 
 
 def test_ue8m0_all_codes_decode_to_their_power():
+    assert ue8m0_decode(torch.tensor([255], dtype=torch.uint8)).isnan().all()
     codes = torch.arange(255, dtype=torch.uint8)
     assert ue8m0_decode(codes).tolist() == [2.0 ** (c - 127) for c in range(255)]
 

@@ -206,3 +206,15 @@ def test_rounding_of_fp32_and_of_its_bf16_may_differ_in_the_whole_group():
     assert quantize_fp8(x.bfloat16())[1].item() == 127
     assert round_fp8(x)[0, 1].item() == 0.0
     assert round_fp8(x.bfloat16())[0, 1].item() == 2.0**-9
+
+
+@pytest.mark.parametrize("form", [round_fp8, round_main_kv, round_index])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_damage_marks_its_group_and_no_other(form, bad):
+    # Cases 50 and 134: a NaN that rounds to zero would pass every later check.
+    x = torch.ones(2, 64)
+    x[1, 40] = bad
+    y = form(x)
+    assert torch.isfinite(y[0]).all()
+    assert torch.isfinite(y[1, :32]).all()
+    assert y[1, 40].isnan()

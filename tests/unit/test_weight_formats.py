@@ -9,6 +9,7 @@ from finwhale.config.inventory import Storage
 from finwhale.ops import weight_formats
 from finwhale.ops.weight_formats import (
     QUANTIZED,
+    all_finite,
     dequantize_weight,
     quantize_weight,
     row_slices,
@@ -207,3 +208,15 @@ def test_negative_zero_survives():
     for storage in QUANTIZED:
         values = dequantize_weight(*quantize_weight(weight, storage))
         assert torch.signbit(values[0, 1:]).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_one_bad_value_anywhere_is_found(dtype, bad):
+    values = torch.randn(37, 41, dtype=dtype)
+    assert all_finite(values)
+    assert all_finite(values[:0])
+    for at in (0, 700, 37 * 41 - 1):
+        damaged = values.clone()
+        damaged.view(-1)[at] = bad
+        assert not all_finite(damaged)
