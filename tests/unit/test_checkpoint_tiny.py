@@ -163,8 +163,8 @@ def test_toy_tokenizer_is_read_by_the_library_and_compresses(tmp_path, vocab, co
         text = word.replace("\u0120", " ")
         assert library.encode(text).ids == [token_id]
         assert library.decode([token_id], skip_special_tokens=False) == text
-    assert library.encode(" wa Wa<eos> wa").ids == [3, 4, 1, 3]
-    assert library.encode("<eos><pad>").ids == [1, 2]
+    assert library.encode(f" wa Wa{MARKERS[1]} wa").ids == [3, 4, 1, 3]
+    assert library.encode(MARKERS[1] + MARKERS[2]).ids == [1, 2]
     mapped = token_map_from_file(file)
     assert len(set(mapped.tolist())) == compressed
     assert mapped[:5].tolist() == [0, 1, 2, 3, 3]
