@@ -7,13 +7,12 @@ their checkpoint names, so `state_dict()` is the checkpoint. Source: spec/backbo
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from finwhale.config import AttentionMode, ModelConfig, build_layer_specs
+from finwhale.config import ModelConfig, build_layer_specs
 from finwhale.config.layers import Half, RopeKind
 from finwhale.model.block import Block
 from finwhale.model.init import initialize
@@ -163,12 +162,3 @@ class Backbone(nn.Module):
             trace=trace,
             frequencies={k: f.to(ids.device) for k, f in self.frequencies.items()},
         )
-
-    def expected_names(self) -> OrderedDict[str, tuple[int, ...]]:
-        """Return name and shape of every tensor, in checkpoint naming."""
-        return OrderedDict((k, tuple(v.shape)) for k, v in self.state_dict().items())
-
-    @property
-    def window_only_layers(self) -> int:
-        """Number of layers that read no entries."""
-        return sum(spec.mode is AttentionMode.WINDOW for spec in self.specs)

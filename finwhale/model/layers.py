@@ -70,13 +70,6 @@ def rounded(parts: Parts, rounding, x: Tensor) -> Tensor:
 
 
 @dataclass(kw_only=True, slots=True)
-class Selection:
-    """What a top-k owner publishes: packed entry rows [B, T, K], -1 padded."""
-
-    topk: Tensor
-
-
-@dataclass(kw_only=True, slots=True)
 class ForwardState:
     """What the layers of one forward pass share; keyed by owner layer, never one global slot.
 

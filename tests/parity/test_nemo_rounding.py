@@ -118,7 +118,9 @@ def test_full_forward_differs_by_ties_only(name, record_property):
     counts, first = differing_codes(name)
     for kind, (differing, total) in counts.items():
         record_property(f"{name} {kind}", f"{differing} of {total} rounded values differ")
-        assert differing <= 0.02 * total, f"{kind}: {differing} of {total} rounded values differ"
+        # A flip changes all that follows, so a deep run with 512-wide heads drifts further.
+        share = 1e-3 if "all_rows" in RUNS[name].keep else 0.1
+        assert differing <= share * total, f"{kind}: {differing} of {total} rounded values differ"
     record_property(f"{name} first differing layer", str(first))
 
 
