@@ -51,30 +51,31 @@ class Attention(nn.Module):
         window_kv = ops.apply_rope(self.kv_norm(self.wkv(x)), rotation)  # [B, T, D]
         state.note(f"window_kv_raw.{spec.layer_id}", window_kv)
         window_kv = rounded(self.parts, ops.round_window_kv, window_kv)
-        self._update_selection(x if entry_input is None else entry_input, x, qr, state)
+        self.publish(x if entry_input is None else entry_input, state)
+        if self.indexer is not None:
+            state.topk[spec.layer_id] = self.indexer(x, qr, state)
+            state.note(f"topk.{spec.layer_id}", state.topk[spec.layer_id])
         is_window = spec.mode is AttentionMode.WINDOW
         out = ops.sparse_attention(
             q,
-            window_kv,
+            state.window(spec.layer_id, window_kv),
             None if is_window else state.entries[spec.kv_owner],
             None if is_window else state.topk[spec.topk_owner],
             self.attn_sink,
-            state.packing.positions,
+            state.reach(),
             c.sliding_window,
         )
         out = ops.apply_rope(out, rotation, inverse=True)
         grouped = out.flatten(-2).unflatten(-1, (c.o_groups, -1))  # [B, T, G, H/G * D]
         return self.wo_b(ops.grouped_linear(grouped, self.wo_a.weight))
 
-    def _update_selection(self, entry_input, x, qr, state: ForwardState) -> None:
-        """Publish what this layer owns: entries and index keys, then the selection."""
+    def publish(self, entry_input: Tensor, state: ForwardState) -> None:
+        """Make this owner's entries and index keys from `entry_input` [B, T, C], once per call."""
         ops, layer = self.parts.ops, self.spec.layer_id
-        if self.compressor is not None:
-            latent = self.compressor(entry_input, state)  # [B, M, D]
-            state.index_keys[layer] = self.indexer.make_keys(latent, state)
-            entries = ops.apply_rope(latent, state.entry_rotation(self.spec))
-            state.note(f"entries_raw.{layer}", entries)
-            state.entries[layer] = rounded(self.parts, ops.round_main_kv, entries)
-        if self.indexer is not None:
-            state.topk[layer] = self.indexer(x, qr, state)
-            state.note(f"topk.{layer}", state.topk[layer])
+        if self.compressor is None or layer in state.entries:
+            return
+        latent = self.compressor(entry_input, state)  # [B, M, D], not rotated
+        keys = self.indexer.make_keys(latent, state)
+        entries = ops.apply_rope(latent, state.entry_rotation(self.spec))
+        state.note(f"entries_raw.{layer}", entries)
+        state.publish(layer, rounded(self.parts, ops.round_main_kv, entries), keys)

@@ -7,14 +7,16 @@ their checkpoint names, so `state_dict()` is the checkpoint. Source: spec/backbo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from finwhale.config import ModelConfig, build_layer_specs
+from finwhale.config import LayerSpec, ModelConfig, build_layer_specs
 from finwhale.config.layers import Half, RopeKind
 from finwhale.model.block import Block
+from finwhale.model.continuation import Continuation
 from finwhale.model.init import initialize
 from finwhale.model.layers import ForwardState, Parts, RMSNorm
 from finwhale.model.numerics import Numerics
@@ -113,29 +115,53 @@ class Backbone(nn.Module):
                     `candidates.L`, `gate_ids.L`, `engram_rows.L`, and what the caches round
                     (`*_raw.L`)
         """
-        c = self.config.text_config
-        if ids.dim() != 2 or ids.dtype != torch.int64:
-            raise ValueError(f"ids: got {tuple(ids.shape)} {ids.dtype}, expected [B, T] int64")
-        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < c.vocab_size:
-            raise ValueError(
-                f"ids: range {int(ids.min())}..{int(ids.max())}, expected 0..{c.vocab_size - 1}"
-            )
+        self.check_ids(ids)
         if not ids.numel():
-            return self.embed.weight.new_zeros(*ids.shape, c.hidden_size)
+            return self.embed.weight.new_zeros(*ids.shape, self.config.text_config.hidden_size)
         if state is None:
             state = self.forward_state(ids, packing=packing, image_mask=image_mask, trace=trace)
-        pad_id = 0 if self.token_map is None else int(self.token_map[c.engram_pad_token_id])
-        streams = nn.functional.embedding(ids, self.embed.weight)
-        streams = streams.unsqueeze(-2).repeat(1, 1, c.hc_mult, 1)  # [B, T, N, C]
-        pre = torch.zeros(*ids.shape, c.hc_mult, device=ids.device)
-        pre[..., 0] = 1.0
-        general_ced = c.ced_kv_from == "encoder_output"
-        for spec, layer in zip(self.specs, self.layers, strict=True):
-            state.note(f"streams.{spec.layer_id}", streams)
-            if general_ced and spec.half is Half.DECODER and state.encoder_output is None:
-                state.encoder_output = self.parts.ops.hyper_collapse(streams, pre)
-            streams, pre = layer(streams, pre, state, pad_id)
+        streams, pre = self.run_layers(*self.embed_streams(ids), state, self.specs)
         state.note(f"streams.{len(self.specs)}", streams)
+        return self.collapsed(streams, pre)
+
+    def check_ids(self, ids: Tensor) -> None:
+        """Raise ValueError unless ids is [B, T] int64 inside the vocabulary."""
+        vocab = self.config.text_config.vocab_size
+        if ids.dim() != 2 or ids.dtype != torch.int64:
+            raise ValueError(f"ids: got {tuple(ids.shape)} {ids.dtype}, expected [B, T] int64")
+        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
+            raise ValueError(
+                f"ids: range {int(ids.min())}..{int(ids.max())}, expected 0..{vocab - 1}"
+            )
+
+    def embed_streams(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the initial streams [B, T, N, C] and the one-hot mix [B, T, N]."""
+        num = self.config.text_config.hc_mult
+        streams = nn.functional.embedding(ids, self.embed.weight)
+        pre = torch.zeros(*ids.shape, num, device=ids.device)
+        pre[..., 0] = 1.0
+        return streams.unsqueeze(-2).repeat(1, 1, num, 1), pre
+
+    def run_layers(
+        self, streams: Tensor, pre: Tensor, state: ForwardState, specs: Sequence[LayerSpec]
+    ) -> tuple[Tensor, Tensor]:
+        """Run the layers of `specs` in order; return the streams and the mix that leave them."""
+        c = self.config.text_config
+        pad_id = 0 if self.token_map is None else int(self.token_map[c.engram_pad_token_id])
+        for spec in specs:
+            state.note(f"streams.{spec.layer_id}", streams)
+            if spec.half is Half.DECODER:
+                self.note_encoder_output(streams, pre, state)
+            streams, pre = self.layers[spec.layer_id](streams, pre, state, pad_id)
+        return streams, pre
+
+    def note_encoder_output(self, streams: Tensor, pre: Tensor, state: ForwardState) -> None:
+        """Keep what leaves the encoder, once, if decoder owners read it (`ced_kv_from`)."""
+        if self.config.text_config.ced_kv_from == "encoder_output" and state.encoder_output is None:
+            state.encoder_output = self.parts.ops.hyper_collapse(streams, pre)
+
+    def collapsed(self, streams: Tensor, pre: Tensor) -> Tensor:
+        """Return the normalised collapsed streams [B, T, C]: what the head reads."""
         return self.norm(self.parts.ops.hyper_collapse(streams, pre))
 
     def forward_state(
@@ -158,6 +184,25 @@ class Backbone(nn.Module):
         return ForwardState(
             packing=packing,
             image_mask=image_mask,
+            compressed_ids=None if self.token_map is None else self.token_map[ids],
+            trace=trace,
+            frequencies={k: f.to(ids.device) for k, f in self.frequencies.items()},
+        )
+
+    def continued_state(
+        self, continuation: Continuation, ids: Tensor, trace: dict[str, Any] | None = None
+    ) -> ForwardState:
+        """Return the shared state of a pass over rows [start, stop) of a sequence.
+
+        ids  [1, h + T] the ids of these rows behind up to three earlier ones, for n-grams
+        """
+        return ForwardState(
+            packing=Packing(
+                positions=continuation.positions(ids.device),
+                is_single=True,
+                lengths=((continuation.stop - continuation.start,),),
+            ),
+            continuation=continuation,
             compressed_ids=None if self.token_map is None else self.token_map[ids],
             trace=trace,
             frequencies={k: f.to(ids.device) for k, f in self.frequencies.items()},

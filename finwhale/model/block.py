@@ -47,6 +47,21 @@ class Block(nn.Module):
             eps=c.hc_eps,
         )
 
+    def _entry_input(self, state: ForwardState) -> Tensor | None:
+        if not self.spec.owns_kv or state.encoder_output is None:
+            return None
+        return self.attn_norm(state.encoder_output)
+
+    def publish(self, streams: Tensor, pre: Tensor, state: ForwardState) -> None:
+        """Make this owner's entries and index keys without running the layer (section 3).
+
+        streams  [B, T, N, C] and pre [B, T, N] as they would enter `forward`
+        """
+        x = self._entry_input(state)
+        if x is None:
+            x = self.attn_norm(self.parts.ops.hyper_collapse(streams, pre))
+        self.attn.publish(x, state)
+
     def forward(self, streams: Tensor, pre: Tensor, state: ForwardState, pad_id: int):
         """Return the updated streams and the mix for the next collapse.
 
@@ -54,15 +69,13 @@ class Block(nn.Module):
         pre      [B, T, N] fp32 mix of the site before
         """
         ops, layer = self.parts.ops, self.spec.layer_id
+        state.layer_tokens[layer] = state.layer_tokens.get(layer, 0) + streams.shape[1]
         if self.engram is not None:
             streams = self.engram(streams, state, pad_id)
         mix = self._mix("attn", streams)
         x = self.attn_norm(ops.hyper_collapse(streams, pre))
         state.note(f"attn_in.{layer}", x)
-        entry_input = None
-        if self.spec.owns_kv and state.encoder_output is not None:
-            entry_input = self.attn_norm(state.encoder_output)
-        y = self.attn(x, state, entry_input)
+        y = self.attn(x, state, self._entry_input(state))
         streams = ops.hyper_expand(y, streams, mix.post, mix.comb)
         pre, mix = mix.pre, self._mix("ffn", streams)
         z = self.ffn_norm(ops.hyper_collapse(streams, pre))

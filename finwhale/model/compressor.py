@@ -7,6 +7,7 @@ Source: spec/backbone.md section 4.3.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from finwhale.config import LayerSpec
@@ -19,7 +20,8 @@ class Compressor(nn.Module):
     def __init__(self, parts: Parts, spec: LayerSpec):
         super().__init__()
         c = parts.config
-        self.ratio, self.ops, self.dtype = spec.ratio, parts.ops, parts.numerics.dtype
+        self.spec, self.ratio = spec, spec.ratio
+        self.ops, self.dtype = parts.ops, parts.numerics.dtype
         pooled = spec.ratio > 1
         kind = "fp32" if pooled else "plain"
         self.wkv = Linear(parts, c.hidden_size, c.head_dim, input=kind)
@@ -35,7 +37,13 @@ class Compressor(nn.Module):
         The pooled value is rounded to the compute dtype before its norm (D07).
         """
         if self.wgate is None:
+            if state.continuation is not None:
+                x = state.continuation.new_token_rows(self.spec, x)
             return self.norm(self.wkv(x))
+        if state.continuation is not None:
+            rows = torch.stack((self.wkv(x), self.wgate(x)), dim=-2)  # [B, T, 2, D]
+            content, gate = state.continuation.complete_groups(self.spec, rows).unbind(-2)
+            return self.norm(self.ops.pool_group(content, gate).to(self.dtype))
         tokens = state.groups(self.ratio).tokens  # [B, M, r]
         rows = tokens.flatten(1).unsqueeze(-1).expand(-1, -1, self.wkv.weight.shape[0])
         content, gate = (

@@ -48,16 +48,20 @@ class Engram(nn.Module):
 
     def rows(self, state: ForwardState, pad_id: int) -> Tensor:
         """Return the table rows of every token, [B, T, J] int64."""
-        ids = state.compressed_ids
-        return self.parts.ops.engram_rows(
+        ids, positions = state.compressed_ids, state.packing.positions
+        earlier = ids.shape[1] - positions.shape[1]  # ids of tokens before this call
+        if earlier:
+            positions = torch.cat((positions[:, :1] + torch.arange(-earlier, 0, device=ids.device), positions), dim=1)
+        rows = self.parts.ops.engram_rows(
             ids,
-            state.packing.positions,
+            positions,
             state.image_mask,
             self.multipliers.to(ids.device),
             self.primes.to(ids.device),
             self.offsets.to(ids.device),
             pad_id,
         )
+        return rows[:, earlier:]
 
     def forward(self, streams: Tensor, state: ForwardState, pad_id: int) -> Tensor:
         """Return the streams plus the gated value. streams [B, T, N, C]."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from finwhale.config import LayerSpec, TextConfig
 from finwhale.config.layers import RopeKind
+from finwhale.model.continuation import Continuation
 from finwhale.model.numerics import Numerics
 from finwhale.model.packing import Groups, Packing
 from finwhale.ops import Ops
@@ -77,13 +78,15 @@ class ForwardState:
     topk[L]                    [B, T, K] int64 rows of the owner's entries, -1 padded
     pool_blocks                [B, T, P] int64 blocks of the candidate pool, from document start
     encoder_output             [B, T, C] collapsed streams at the encoder-decoder cut, or None
+    layer_tokens[L]            rows that layer L has run on
     stale_keys, stale_rows     [B, M, DI], [B, T] bool: stale_slot.py; None by the default rule
     """
 
     packing: Packing
-    image_mask: Tensor | None
+    continuation: Continuation | None = None
+    image_mask: Tensor | None = None
     compressed_ids: Tensor | None
-    trace: dict[str, Any] | None
+    trace: dict[str, Any] | None = None
     frequencies: dict[RopeKind, Tensor]
     entries: dict[int, Tensor] = field(default_factory=dict)
     index_keys: dict[int, Tensor] = field(default_factory=dict)
@@ -92,12 +95,17 @@ class ForwardState:
     encoder_output: Tensor | None = None
     stale_keys: Tensor | None = None
     stale_rows: Tensor | None = None
+    layer_tokens: dict[int, int] = field(default_factory=dict)
     _groups: dict[int, Groups] = field(default_factory=dict)
     _rotations: dict[tuple, Tensor] = field(default_factory=dict)
 
     def groups(self, ratio: int) -> Groups:
         if ratio not in self._groups:
-            self._groups[ratio] = self.packing.groups(ratio)
+            self._groups[ratio] = (
+                self.packing.groups(ratio)
+                if self.continuation is None
+                else self.continuation.groups(ratio, self.packing.positions)
+            )
         return self._groups[ratio]
 
     def token_rotation(self, spec: LayerSpec) -> Tensor:
@@ -115,6 +123,24 @@ class ForwardState:
             positions = self.groups(spec.ratio).positions
             self._rotations[key] = rope_rotation(positions, self.frequencies[spec.rope])
         return self._rotations[key]
+
+    def window(self, layer: int, rows: Tensor) -> Tensor:
+        """Return what windows of this call read: earlier rows, if any, then `rows` [B, T, D]."""
+        if self.continuation is None:
+            return rows
+        return self.continuation.window_rows(layer, rows)
+
+    def reach(self) -> Tensor:
+        """Return [B, T] the number of rows before each token that its window may see at most."""
+        if self.continuation is None:
+            return self.packing.positions
+        return self.packing.positions - self.continuation.window_start
+
+    def publish(self, layer: int, entries: Tensor, keys: Tensor) -> None:
+        """Make an owner's new entries and index keys readable, behind the earlier ones."""
+        if self.continuation is not None:
+            entries, keys = self.continuation.append(layer, entries, keys)
+        self.entries[layer], self.index_keys[layer] = entries, keys
 
     def note(self, name: str, value: Tensor) -> None:
         """Keep a detached copy of `value` if the caller asked for a trace."""

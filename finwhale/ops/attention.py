@@ -49,17 +49,18 @@ def sparse_attention_ref(
     out_h = sum_s exp(e_s - m) k_s / (sum_s exp(e_s - m) + exp(sink_h - m))
 
     q          [B, T, H, D]
-    window_kv  [B, T, D]   row t belongs to query t
+    window_kv  [B, P + T, D]  the last T rows belong to the queries; P earlier rows stand before
     entries    [B, M, D]   or None for a window-only layer
     topk       [B, T, K] int64 rows of `entries`; -1 is an empty slot
     sink       [H] fp32
-    positions  [B, T] int64 position within the document; a window never crosses its start
+    positions  [B, T] int64 rows since the document's (or a replay's) start; no window crosses it
     returns    [B, T, H, D] in the dtype of q
 
     Section 4.5.
     """
     batch, tokens, heads, dim = q.shape
     back = torch.arange(window - 1, -1, -1, device=q.device)
+    earlier = window_kv.shape[1] - tokens
     width = window + (0 if topk is None else topk.shape[-1])
     chunk = max(1, _SLICE_BYTES // (4 * dim * max(1, batch) * width))
     which = torch.arange(batch, device=q.device)[:, None, None]
@@ -67,7 +68,8 @@ def sparse_attention_ref(
     for start in range(0, tokens, chunk):
         stop = min(start + chunk, tokens)
         rows = torch.arange(start, stop, device=q.device)[None, :, None] - back  # [1, C, W]
-        keep = back <= positions[:, start:stop, None]  # [B, C, W]
+        rows = rows + earlier
+        keep = (back <= positions[:, start:stop, None]) & (rows >= 0)  # [B, C, W]
         keys = window_kv[which, rows.clamp_min(0)]  # [B, C, W, D]
         if entries is not None:
             chosen = topk[:, start:stop]
@@ -96,15 +98,16 @@ def sparse_attention_masked(
     """
     batch, tokens, heads, dim = q.shape
     num_entries = 0 if entries is None else entries.shape[1]
+    earlier = window_kv.shape[1] - tokens
     chunk = max(window, _CACHE_BYTES // (4 * max(1, batch) * heads * (2 * window + num_entries)))
     out = []
     for start in range(0, tokens, chunk):
         stop = min(start + chunk, tokens)
-        first = max(0, start - window + 1)
-        keys = window_kv[:, first:stop]
+        first = max(0, earlier + start - window + 1)
+        keys = window_kv[:, first : earlier + stop]
         distance = (
-            torch.arange(start, stop, device=q.device)[:, None]
-            - torch.arange(first, stop, device=q.device)[None, :]
+            torch.arange(earlier + start, earlier + stop, device=q.device)[:, None]
+            - torch.arange(first, earlier + stop, device=q.device)[None, :]
         )
         reach = positions[:, start:stop, None].clamp_max(window - 1)
         keep = (distance >= 0) & (distance <= reach)  # [B, C, S_window]

@@ -1,0 +1,1 @@
+"""What a sequence keeps between calls, and how it is restored."""

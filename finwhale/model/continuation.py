@@ -1,0 +1,116 @@
+"""One call on top of what a sequence already has: earlier rows in, new rows staged, then commit.
+
+The layers ask for the rows they need through this object and never see the cache itself. Nothing
+of the sequence changes before `commit`, so a failed pass leaves the state as it was. Rows before
+the stored entries' end (a replay) make windows and open groups and never write global KV.
+Source: spec/backbone.md section 3 (replay), kv-cache.md section 1.1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from finwhale.cache.rows import RecentRows
+from finwhale.cache.sequence_state import SequenceState, StateError
+from finwhale.config import LayerSpec
+from finwhale.model.packing import Groups
+
+
+@dataclass(kw_only=True, slots=True)
+class Continuation:
+    """Rows [start, stop) of one sequence, on top of `past`.
+
+    window_start  first position that a window of these rows may see
+    keep_rows     window rows worth keeping at the end: rows before a trimmed start are inexact
+    """
+
+    past: SequenceState
+    start: int
+    stop: int
+    window_start: int
+    keep_rows: int | None = None
+    _windows: dict[int, RecentRows] = field(default_factory=dict)
+    _open_groups: dict[int, RecentRows] = field(default_factory=dict)
+    _written: set[int] = field(default_factory=set)
+
+    def positions(self, device=None) -> Tensor:
+        """Return [1, T] absolute positions."""
+        return torch.arange(self.start, self.stop, device=device).unsqueeze(0)
+
+    def groups(self, ratio: int, positions: Tensor) -> Groups:
+        """Return the groups that these rows complete; `visible` counts all entries ever made."""
+        first, last = self._stored_entries(ratio), self.stop // ratio
+        entries = torch.arange(first, max(first, last), device=positions.device)
+        return Groups(
+            tokens=entries.new_zeros(1, 0, ratio),
+            positions=(entries * ratio).unsqueeze(0),
+            first=torch.zeros_like(positions),
+            visible=(positions + 1) // ratio,
+        )
+
+    def _stored_entries(self, ratio: int) -> int:
+        for spec in self.past.specs:
+            if spec.owns_kv and spec.ratio == ratio:
+                return self.past.entries[spec.layer_id].length
+        raise StateError(f"continuation: no KV owner has ratio {ratio}")
+
+    def window_rows(self, layer: int, rows: Tensor) -> Tensor:
+        """Return the earlier rows that a window can reach, then `rows` [1, T, D]."""
+        kept = self.past.window[layer]
+        earlier = None
+        if kept.rows is not None and kept.stop == self.start:
+            earlier = kept.rows
+        joined = rows[0] if earlier is None else torch.cat((earlier, rows[0]))
+        self._windows[layer] = kept.replaced(joined, self.stop)
+        reach = self.past.config.sliding_window - 1
+        before = joined.shape[0] - rows.shape[1]
+        return joined[max(0, before - reach) :].unsqueeze(0)
+
+    def complete_groups(self, spec: LayerSpec, rows: Tensor) -> Tensor:
+        """Return the rows of every group that is complete now and not yet stored.
+
+        rows     [1, T, 2, D] fp32 content and gate of the new tokens
+        returns  [1, M, r, 2, D]
+        """
+        kept = self.past.open_groups[spec.layer_id]
+        needed = self._stored_entries(spec.ratio) * spec.ratio
+        own_start = self.start
+        joined = rows[0]
+        if kept.rows is not None and kept.stop == self.start:
+            joined = torch.cat((kept.rows, joined))
+            own_start = kept.start
+        if own_start > needed and self.stop > needed:
+            raise StateError(
+                f"layer {spec.layer_id}: rows {needed} to {own_start - 1} of an open group are gone"
+            )
+        self._open_groups[spec.layer_id] = kept.replaced(joined, self.stop)
+        count = max(0, self.stop // spec.ratio - needed // spec.ratio)
+        first = max(0, needed - own_start)
+        return joined[first : first + count * spec.ratio].unflatten(0, (count, spec.ratio))[None]
+
+    def new_token_rows(self, spec: LayerSpec, x: Tensor) -> Tensor:
+        """Return the rows of x [1, T, C] whose ratio-1 entries are not stored yet."""
+        stored = self._stored_entries(spec.ratio)
+        return x[:, max(0, min(stored - self.start, x.shape[1])) :]
+
+    def append(self, layer: int, entries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """Stage new entries and index keys [1, M, ...]; return all of them."""
+        self._written.add(layer)
+        return (
+            self.past.entries[layer].stage(entries[0]).unsqueeze(0),
+            self.past.index_keys[layer].stage(keys[0]).unsqueeze(0),
+        )
+
+    def commit_layers(self) -> None:
+        """Make the staged windows, open groups and entries part of the sequence."""
+        for layer, kept in self._windows.items():
+            if self.keep_rows is not None:
+                kept.rows = kept.rows[-self.keep_rows :]
+            self.past.window[layer] = kept
+        self.past.open_groups.update(self._open_groups)
+        for layer in self._written:
+            self.past.entries[layer].commit()
+            self.past.index_keys[layer].commit()
