@@ -27,10 +27,11 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from finwhale.cache.rows import GrowingRows, RecentRows
+from finwhale.cache.state_file import FORMAT
 from finwhale.config import LayerSpec, TextConfig, build_layer_specs
 from finwhale.config.layers import Half
 
-FORMAT = "finwhale-sequence-state-1"
+
 
 
 class StateError(ValueError):

@@ -1,0 +1,57 @@
+"""State files: atomic, described without torch."""
+
+import subprocess
+import sys
+
+import pytest
+
+from finwhale.cache.sequence_state import SequenceState, fresh_state
+from finwhale.cache.state_file import describe, write_state
+from finwhale.engine.step import forward_step
+from tests.models import token_ids, unit_model
+
+MODEL = unit_model()
+
+
+def state_of(tokens):
+    state = fresh_state(MODEL)
+    forward_step(MODEL, state, token_ids(1, tokens))
+    return state
+
+
+def test_description_equals_the_state(tmp_path):
+    file = tmp_path / "state"
+    write_state(file, state_of(41).to_bytes())
+    facts = describe(file)
+    assert facts.num_tokens == 41
+    assert facts.window_start == {"encoder": 0, "decoder": 0}
+    found = {(p.kind, p.layer): (p.rows, p.first, p.stop, p.num_bytes) for p in facts.parts}
+    assert found["entries", 1] == (20, 0, 20, 20 * 64 * 4)
+    assert found["entries", 4] == (41, 0, 41, 41 * 64 * 4)
+    assert found["index_keys", 4] == (41, 0, 41, 41 * 32 * 4)
+    assert found["window", 7] == (15, 26, 41, 15 * 64 * 4)
+    assert found["open_groups", 3] == (9, 32, 41, 9 * 2 * 64 * 4)
+    assert found["recent_ids", None] == (11, 30, 41, 11 * 8)
+    assert len(found) == 3 + 3 + 8 + 2 + 1
+
+
+def test_writing_replaces_in_one_step_and_leaves_no_staging_file(tmp_path):
+    file = tmp_path / "state"
+    for tokens in (5, 9):
+        write_state(file, state_of(tokens).to_bytes())
+    assert [p.name for p in tmp_path.iterdir()] == ["state"]
+    c = MODEL.config.text_config
+    assert SequenceState.from_bytes(file.read_bytes(), c, str(MODEL.numerics)).num_tokens == 9
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff" * 64, b"\x02\0\0\0\0\0\0\0{}"])
+def test_other_files_are_refused_by_name(tmp_path, content):
+    file = tmp_path / "state"
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=r"state: not a state file, expected finwhale-"):
+        describe(file)
+
+
+def test_description_needs_no_torch():
+    code = "import sys, finwhale.cache.state_file; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
