@@ -43,10 +43,13 @@ def run_demo(
     run: RunConfig | None = None,
     prompt: str = _PROMPT,
     max_new_tokens: int = _NEW_TOKENS,
-    resume: bool = False,
+    resume: bool = True,
     console: Console | None = None,
 ) -> DemoReport:
-    """Run the whole path in the folder `out` and print it; `run` defaults to the demo recipe."""
+    """Run the whole path in the folder `out` and print it; `run` defaults to the demo recipe.
+
+    A run that `out` already holds goes on where it stopped, or is shown if it is finished.
+    """
     from recipes.pretrain import demo_cpu
 
     began_s = time.perf_counter()

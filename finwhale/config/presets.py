@@ -106,20 +106,20 @@ def unit() -> ModelConfig:
 def demo() -> ModelConfig:
     """About 1M parameters: learns something readable on two CPU cores in minutes.
 
-    At its training length of 256 tokens top-k (16 of up to 256 entries) and the pool
+    At its training length of 128 tokens top-k (16 of up to 128 entries) and the pool
     (8 blocks of 4) both drop entries.
     """
     return _small_model(
-        schedule="S F2 R F2 | F1 R I R",
+        schedule="S F2 R | F1 I R",
         image_token_id=1023,
         yarn_base=4096,
         vocab_size=1024,
         hidden_size=96,
-        moe_intermediate_size=64,
+        moe_intermediate_size=32,
         num_attention_heads=2,
         head_dim=64,
         qk_rope_head_dim=32,
-        q_lora_rank=64,
+        q_lora_rank=32,
         o_groups=2,
         o_lora_rank=32,
         n_routed_experts=4,
@@ -132,7 +132,7 @@ def demo() -> ModelConfig:
         candidate_block_size=4,
         engram_layer_ids=(1,),
         engram_vocab_size=499,
-        engram_n_heads=4,
+        engram_n_heads=2,
         engram_head_dim=32,
         engram_compressed_vocab_size=1024,
         max_position_embeddings=65536,

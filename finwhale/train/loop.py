@@ -130,7 +130,7 @@ class _Run:
         self.run, self.out, self.console, self.on_step = run, out, console, on_step
         self.data = prepare_data(run, out)
         resolved = replace(run, model=self.data.model).to_json()
-        earlier = record.claim_folder(out, resolved, self.data.corpus.digest)
+        earlier = record.claim_folder(out, resolved, self.data.digest)
         self.baselines = self.data.baselines()
         self.model = build_model(run, self.data)
         self.optimizer = build_optimizer(self.model, run.optim)
@@ -154,7 +154,7 @@ class _Run:
         return {
             "recipe": recipe,
             "config": resolved,
-            "data_digest": data.corpus.digest,
+            "data_digest": data.digest,
             "source": record.source_commit(),
             "versions": record.versions(),
             "device": record.device_name(),
@@ -183,7 +183,24 @@ class _Run:
     def elapsed_s(self) -> float:
         return self.elapsed_before_s + time.perf_counter() - self.started_s
 
+    def _announce(self) -> None:
+        run, data = self.run, self.data
+        steps, positions = run.schedule.steps, run.batch_rows * run.sequence_length
+        lines = [
+            f"text: {data.corpus.train_bytes:,} bytes to train on, "
+            f"{data.corpus.validation_bytes:,} held out ({run.data.corpus})",
+            f"tokens: {data.train.num_targets:,}, vocabulary {data.tokenizer.vocab_size:,}, "
+            f"padding {data.train.padding_rate:.2%}",
+            f"model: {sum(p.numel() for p in self.model.parameters()):,} parameters, "
+            f"{run.threads} threads",
+            f"run: {steps:,} steps of {positions:,} positions, seed {run.seed}",
+        ]
+        if self.step:
+            lines.append(f"resumed after step {self.step}")
+        self.console.print("\n".join(lines), highlight=False)
+
     def go(self) -> TrainResult:
+        self._announce()
         steps = self.run.schedule.steps
         tokens_per_step = self.run.batch_rows * self.run.sequence_length
         bar = TrainingProgress(self.console, total_steps=steps, done_steps=self.step)

@@ -28,15 +28,20 @@ class RunFolderError(ValueError):
 
 
 def source_commit() -> dict[str, Any] | None:
-    """Return the git commit of the package and whether the tree is dirty; None outside git."""
-    here = Path(__file__).resolve().parent
+    """Return the git commit of the package and whether the tree is dirty.
+
+    None where git does not track this file: an installed package may lie inside a repository
+    that is not its own.
+    """
+    file = Path(__file__).resolve()
 
     def git(*arguments: str) -> str:
-        command = ["git", "-C", str(here), *arguments]
+        command = ["git", "-C", str(file.parent), *arguments]
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
         return done.stdout.strip()
 
     try:
+        git("ls-files", "--error-unmatch", file.name)
         return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain"))}
     except (OSError, subprocess.SubprocessError):
         return None

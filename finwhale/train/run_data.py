@@ -5,6 +5,7 @@ One place builds it, so a resumed run, the demo and an evaluation read the same 
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from finwhale.data.stdlib_corpus import Corpus, read_corpus
 from finwhale.text.engram_map import token_map
 from finwhale.text.tokenizer import Tokenizer
 from finwhale.text.train_tokenizer import train_tokenizer
+from finwhale.train.record import RUN_FILE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,6 +40,13 @@ class RunData:
     train_ids: list[list[int]]
     validation_ids: list[list[int]]
 
+    @property
+    def digest(self) -> str:
+        """SHA-256 over the corpus digest and the tokenizer file."""
+        return hashlib.sha256(
+            self.corpus.digest.encode() + self.tokenizer_file.read_bytes()
+        ).hexdigest()
+
     def baselines(self) -> tuple[Baseline, Baseline, Baseline]:
         """Return token unigram, token bigram and byte trigram on the validation text."""
         return text_baselines(
@@ -53,7 +62,7 @@ def prepare_data(run: RunConfig, out: Path) -> RunData:
     """Read, tokenise and pack the data of `run`.
 
     A tokenizer that the run does not name is trained on the training side and written to
-    `out/tokenizer.json`, or read from there if the run has already written it.
+    `out/tokenizer.json`; a run that is already recorded in `out` reads its own back.
     """
     root = None if run.data.corpus == "stdlib" else run.data.corpus
     corpus = read_corpus(
@@ -63,7 +72,8 @@ def prepare_data(run: RunConfig, out: Path) -> RunData:
     )
     vocab_size = run.model.text_config.vocab_size
     file = Path(run.data.tokenizer) if run.data.tokenizer else out / "tokenizer.json"
-    if run.data.tokenizer is None and not file.exists():
+    is_recorded = (out / RUN_FILE).exists() and file.exists()
+    if run.data.tokenizer is None and not is_recorded:
         train_tokenizer((document.text for document in corpus.train), vocab_size, file)
     tokenizer = Tokenizer.from_file(file)
     if tokenizer.vocab_size != vocab_size:

@@ -78,7 +78,7 @@ def test_a_run_leaves_its_record(finished, library):
     assert facts["recipe"] == "recipes.pretrain:unit_smoke"
     assert facts["config"]["schedule"]["steps"] == run.schedule.steps
     assert facts["validation_bpb"] == result.validation_bpb
-    assert facts["data_digest"] == result.data.corpus.digest
+    assert facts["data_digest"] == result.data.digest
     assert facts["seed"] == 0
     assert {"torch", "python", "finwhale"} <= set(facts["versions"])
     assert facts["frozen"]
@@ -112,7 +112,10 @@ class _StoppedError(Exception):
     pass
 
 
-@pytest.mark.parametrize("stop_after", [2, 3, 5])
+@pytest.mark.parametrize(
+    "stop_after",
+    [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(5, marks=pytest.mark.slow)],
+)
 def test_resumed_equals_uninterrupted(finished, library, tmp_path, stop_after):
     """Stopped before the first save, on a save, and between two (they are 3 steps apart)."""
     out, result = finished
@@ -143,7 +146,7 @@ train(smoke(Path(sys.argv[1])), sys.argv[2], resume=True, console=_quiet())
 """
 
 
-@pytest.mark.parametrize("lines", [1, 5])
+@pytest.mark.parametrize("lines", [pytest.param(1, marks=pytest.mark.slow), 5])
 def test_killed_and_resumed_equals_uninterrupted(finished, library, tmp_path, lines):
     """SIGKILL once so many metrics lines are on disk, wherever the process then is."""
     command = [sys.executable, "-c", _CHILD, str(library), str(tmp_path), str(REPOSITORY)]

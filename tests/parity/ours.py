@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor
@@ -28,16 +28,16 @@ Change = Callable[[dict[str, Tensor]], None]
 
 
 @cache
-def scratch() -> Path:
-    """Folder of this process's checkpoints."""
-    return Path(mkdtemp(prefix="finwhale-parity-"))
+def scratch() -> TemporaryDirectory:
+    """Folder of this process's checkpoints; removed when the process ends."""
+    return TemporaryDirectory(prefix="finwhale-parity-")
 
 
 @cache
 def checkpoint(name: str) -> Path:
     """Write the checkpoint `name` once per process."""
     run = next(r for r in RUNS.values() if r.checkpoint == name)
-    return write_checkpoint(run, scratch() / name)
+    return write_checkpoint(run, Path(scratch().name) / name)
 
 
 @cache

@@ -82,4 +82,4 @@ def test_quantised_export_loads_in_ftllm_and_stays_related(name, record_property
     cosine = float(torch.nn.functional.cosine_similarity(theirs, ours, dim=0))
     record_property(f"{name} cosine", round(cosine, 4))
     assert bool(torch.isfinite(theirs).all())
-    assert cosine > 0.8
+    assert cosine > 0.7

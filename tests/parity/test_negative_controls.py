@@ -17,7 +17,7 @@ from torch import Tensor
 from finwhale.model.indexer import Indexer
 from finwhale.model.layers import ForwardState
 from finwhale.model.packing import Packing
-from finwhale.ops import REFERENCE, Ops
+from finwhale.ops import FAST, REFERENCE, Ops
 from finwhale.ops.hyper_connection import HyperMix
 from finwhale.ops.rope import rope_rotation
 from tests.oracles.geometries import RUNS
@@ -375,3 +375,46 @@ def test_parity_fails_with_the_other_fp4_format(operation, other):
     ops = replace(REFERENCE, **{operation: getattr(REFERENCE, other)})
     with pytest.raises(AssertionError):
         check_parity(run, forward(run, changed_model(run, ops=ops)))
+
+
+def check_tie_rule(select) -> None:
+    """Assert D01 on rows worked out by hand: among equal scores the lowest position wins.
+
+    nemo-automodel leaves ties open, so no golden can decide this.
+    """
+    low = -torch.inf
+    scores = torch.tensor(
+        [
+            [0.0, 2.0, 0.0, 0.0, 1.0, 0.0],
+            [0.0, 0.0, 0.0, 0.0, 0.0, 0.0],
+            [3.0, 3.0, 3.0, 3.0, 9.0, low],
+            [low, low, 0.0, low, 0.0, 0.0],
+        ]
+    )
+    expected = torch.tensor([[0, 1, 4], [0, 1, 2], [0, 1, 4], [2, 4, 5]])
+    assert torch.equal(select(scores, 3), expected)
+
+
+def highest_wins(scores: Tensor, k: int) -> Tensor:
+    last = scores.shape[-1] - 1
+    chosen = REFERENCE.select_topk(scores.flip(-1), k)
+    return torch.where(chosen < 0, -1, last - chosen).flip(-1)
+
+
+@pytest.mark.parametrize("ops", [REFERENCE, FAST], ids=["reference", "fast"])
+def test_tie_rule_is_the_lowest_position(ops):
+    check_tie_rule(ops.select_topk)
+
+
+def test_reversed_tie_rule_is_noticed():
+    with pytest.raises(AssertionError):
+        check_tie_rule(highest_wins)
+
+
+@pytest.mark.parametrize("reverse", [False, True], ids=["lowest", "highest"])
+def test_pool_blocks_follow_the_tie_rule(reverse):
+    # Blocks of 2: scores 1, 1, 1, 0 and the newest (entry 8) forced; two places are left for three.
+    scores = torch.tensor([[1.0, 0.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, -torch.inf]])
+    select = highest_wins if reverse else REFERENCE.select_topk
+    blocks = REFERENCE.select_pool_blocks(scores, torch.tensor([9]), 3, 2, select=select)
+    assert torch.equal(blocks, torch.tensor([[1, 2, 4] if reverse else [0, 1, 4]]))
