@@ -110,7 +110,7 @@ def demo() -> ModelConfig:
     (8 blocks of 4) both drop entries.
     """
     return _small_model(
-        schedule="S F2 R | F1 I R",
+        schedule="S F2 R F2 | F1 I R",
         image_token_id=1023,
         yarn_base=4096,
         vocab_size=1024,
