@@ -11,7 +11,6 @@ import importlib
 import json
 import os
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,8 +67,10 @@ class Inspect:
     Example: finwhale inspect flash --json
     """
 
-    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PRESET|PATH")]
+    source: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="PRESET|PATH")] = None
     """Preset name, config.json, or a folder that holds one."""
+    state: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Print instead what a generation holds: the file that `generate --state-file` writes."""
     json: bool = False
     """Print one JSON object instead of tables."""
     debug: bool = False
@@ -79,6 +80,11 @@ class Inspect:
         """Print the tables or the object."""
         from finwhale import inspection
 
+        if self.state is not None and self.source is None:
+            inspection.show_state(self.state, as_json=self.json)
+            return 0
+        if self.source is None or self.state is not None:
+            raise ValueError("inspect: expected PRESET|PATH or --state FILE, one of the two")
         resolved, config = inspection.resolve_config(self.source)
         if self.json:
             json.dump(inspection.to_json(resolved, config), sys.stdout, indent=1)
@@ -136,7 +142,8 @@ class Tiny:
 class Generate:
     """Continue a text with a checkpoint in the released layout.
 
-    Every token costs a whole forward pass: there is no cache yet.
+    The prompt runs through the encoder half, its last tokens through the decoder half as well; each
+    new token is one step on the state. Ends with layer-tokens run, state in bytes and tokens/s.
 
     Example: finwhale generate --model runs/demo/checkpoint --prompt "import os"
     """
@@ -155,14 +162,19 @@ class Generate:
     """Seed of the sampler."""
     numerics: Literal["dequant", "release"] = "dequant"
     """dequant: fp32, no activation rounding. release: bf16 with FP8 activations, as deployed."""
+    prefill: Literal["exact", "full", "bounded"] = "exact"
+    """exact and full agree; bounded runs the decoder on the last window only (deviation A01)."""
+    state_file: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Keep the state in this file, for `finwhale inspect --state`."""
     debug: bool = False
     """Show the traceback of an error, and how long the command took."""
 
     def run(self) -> int:
         """Load, then print the continuation as it comes."""
-        _say(model=self.model, numerics=self.numerics, seed=self.seed)
+        _say(model=self.model, numerics=self.numerics, prefill=self.prefill, seed=self.seed)
+        from finwhale.cache.state_file import write_state
         from finwhale.checkpoint.load import load_model
-        from finwhale.engine.generate import generate
+        from finwhale.engine.generate import GenerationStats, generate
         from finwhale.model import Numerics
         from finwhale.ops import FAST
         from finwhale.text.tokenizer import Tokenizer
@@ -174,7 +186,7 @@ class Generate:
         loaded = load_model(self.model, numerics=numerics, ops=FAST)
         _print_load(loaded)
         print(self.prompt, end="", flush=True)
-        stream, count, start = tokenizer.stream(skip_hidden=True), 0, time.perf_counter()
+        stream, stats = tokenizer.stream(skip_hidden=True), GenerationStats()
         for token in generate(
             loaded.model,
             ids,
@@ -183,12 +195,14 @@ class Generate:
             top_p=self.top_p,
             seed=self.seed,
             stop_ids=stop_ids,
+            prefill=self.prefill,
+            stats=stats,
         ):
-            count += 1
             print(stream.push(token), end="", flush=True)
+            if self.state_file is not None:
+                write_state(self.state_file, stats.held().to_bytes())
         print(stream.finish())
-        seconds = time.perf_counter() - start
-        print(f"{count} tokens in {seconds:.1f} s", file=sys.stderr)
+        print("\n".join(stats.lines()), file=sys.stderr)
         return 0
 
 

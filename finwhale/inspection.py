@@ -8,12 +8,14 @@ preset nor a config. The easy mistake: importing torch here, which costs two sec
 from __future__ import annotations
 
 import difflib
+import json
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from finwhale.cache.state_file import StateFacts, describe
 from finwhale.config.accounting import PRECISION_WEIGHTS, Accounting, account
 from finwhale.config.layers import LayerSpec, PoolUse, RopeKind, build_layer_specs
 from finwhale.config.model import ConfigError, ModelConfig, TextConfig
@@ -265,3 +267,41 @@ def show(resolved: str, config: ModelConfig, out: TextIO | None = None) -> None:
         write_rich(tables_of(config))
     else:
         write_plain(tables_of(config), out)
+
+
+def state_table(facts: StateFacts) -> Table:
+    """Return one row per stream of a stored state."""
+    rows = tuple(
+        (
+            part.kind,
+            "-" if part.layer is None else f"L{part.layer}",
+            f"{part.rows:,}",
+            f"{part.first:,} to {part.stop - 1:,}",
+            f"{part.num_bytes:,}",
+        )
+        for part in facts.parts
+    )
+    title = f"state after {facts.num_tokens:,} tokens"
+    return Table(
+        title=title,
+        columns=("part", "layer", "rows", "positions, or entries", "bytes in this file"),
+        rows=rows,
+        num_left=2,
+    )
+
+
+def show_state(path: Path, *, as_json: bool, out: TextIO | None = None) -> None:
+    """Print what the state file of a generation holds."""
+    out, facts = out or sys.stdout, describe(path)
+    if as_json:
+        out.write(json.dumps(asdict(facts), indent=1) + "\n")
+        return
+    starts = ", ".join(f"{half} {start:,}" for half, start in facts.window_start.items())
+    out.write(
+        f"resolved: state {path}\n"
+        f"numerics: {facts.numerics}; max_rollback {facts.max_rollback}\n"
+        f"first position a window may see: {starts}\n\n"
+    )
+    out.flush()
+    table = [state_table(facts)]
+    write_rich(table) if out.isatty() else write_plain(table, out)

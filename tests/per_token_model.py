@@ -120,7 +120,9 @@ class PerToken:
                 c.rms_norm_eps,
             )
             position = group * spec.ratio
-            entries.append((self.rotate(latent, position, spec.rope), self.rotate(key, position, spec.rope)))
+            entries.append(
+                (self.rotate(latent, position, spec.rope), self.rotate(key, position, spec.rope))
+            )
         return entries
 
     def select(self, spec, x, qr, t, entries, pool):
@@ -131,7 +133,12 @@ class PerToken:
         weights = w[f"{a}.weights_proj.weight"] @ x / math.sqrt(c.index_head_dim * c.index_n_heads)
         visible = (t + 1) // spec.ratio
         scores = [
-            float(sum(wh * max(0.0, float(h @ entries[j][1])) for wh, h in zip(weights, q, strict=True)))
+            float(
+                sum(
+                    wh * max(0.0, float(h @ entries[j][1]))
+                    for wh, h in zip(weights, q, strict=True)
+                )
+            )
             for j in range(visible)
         ]
         allowed = range(visible)
@@ -141,7 +148,9 @@ class PerToken:
             if blocks:
                 blocks[-1] = math.inf
             best = sorted(range(len(blocks)), key=lambda b: (-blocks[b], b))
-            pool = {j for b in best[: c.candidate_topk_blocks] for j in range(b * size, b * size + size)}
+            pool = {
+                j for b in best[: c.candidate_topk_blocks] for j in range(b * size, b * size + size)
+            }
         elif spec.pool is PoolUse.SEARCHES:
             allowed = [j for j in allowed if j in pool]
         best = sorted(allowed, key=lambda j: (-scores[j], j))
@@ -159,7 +168,9 @@ class PerToken:
             outs.append(self.rotate(p @ keys / total, t, spec.rope, sign=-1))
         groups = np.concatenate(outs).reshape(c.o_groups, -1)
         wo_a = w[f"{a}.wo_a.weight"].reshape(c.o_groups, c.o_lora_rank, -1)
-        return w[f"{a}.wo_b.weight"] @ np.concatenate([wo_a[g] @ groups[g] for g in range(c.o_groups)])
+        return w[f"{a}.wo_b.weight"] @ np.concatenate(
+            [wo_a[g] @ groups[g] for g in range(c.o_groups)]
+        )
 
     def experts(self, layer, z):
         c, w, f = self.c, self.w, f"layers.{layer}.ffn"
@@ -223,5 +234,7 @@ class PerToken:
                 z = rms(pre @ streams[t], w[f"{name}.ffn_norm.weight"], c.rms_norm_eps)
                 streams[t] = np.outer(mixed[1], self.experts(layer, z)) + mixed[2].T @ streams[t]
                 pres[t] = mixed[0]
-        rows = [rms(p @ x, w["norm.weight"], c.rms_norm_eps) for p, x in zip(pres, streams, strict=True)]
+        rows = [
+            rms(p @ x, w["norm.weight"], c.rms_norm_eps) for p, x in zip(pres, streams, strict=True)
+        ]
         return np.stack([w["head.weight"] @ row for row in rows])

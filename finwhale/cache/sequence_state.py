@@ -32,8 +32,6 @@ from finwhale.config import LayerSpec, TextConfig, build_layer_specs
 from finwhale.config.layers import Half
 
 
-
-
 class StateError(ValueError):
     """A state that does not fit the call, the model or the bytes it is read from."""
 
@@ -98,7 +96,9 @@ class SequenceState:
         if self.is_open:
             raise StateError(f"{call}: a prefill is open on this state; finish it first")
         if self.needs_replay:
-            raise StateError(f"{call}: only global KV is here; open a prefill and replay the prefix")
+            raise StateError(
+                f"{call}: only global KV is here; open a prefill and replay the prefix"
+            )
 
     def rollback(self, tokens: int) -> None:
         """Take the last `tokens` tokens back; the state is then that of the shorter sequence.
@@ -157,7 +157,9 @@ class SequenceState:
             "index_k": key * sum(rows.length for rows in self.index_keys.values()),
             "window_kv": (c.head_dim + c.head_dim // 32)
             * sum(rows.stop - rows.start for rows in self.window.values()),
-            "open_groups": 8 * c.head_dim * sum(r.stop - r.start for r in self.open_groups.values()),
+            "open_groups": 8
+            * c.head_dim
+            * sum(r.stop - r.start for r in self.open_groups.values()),
             "recent_ids": 8 * (self.recent_ids.stop - self.recent_ids.start),
         }
 

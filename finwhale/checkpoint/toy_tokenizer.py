@@ -1,6 +1,7 @@
 """A tokenizer of whole words for checkpoints with random weights, written as plain JSON.
 
-Ids 0, 1, 2 are the released sentence and padding markers; then pairs " wa", " Wa", " wb", ... " wz", " Wz", " waa", ...
+Ids 0, 1, 2 are the released sentence and padding markers; then
+pairs " wa", " Wa", " wb", ... " wz", " Wz", " waa", ...
 up to the vocabulary. The two words of a pair differ only by case, so that the Engram id map
 really compresses. Letters alone, because the byte-level splitter parts letters from digits.
 It encodes its own words and drops everything else.

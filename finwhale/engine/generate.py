@@ -35,6 +35,26 @@ class GenerationStats:
     state_bytes: dict[str, int] = field(default_factory=dict)
     state: SequenceState | None = None
 
+    def held(self) -> SequenceState:
+        """Return the state of the running generation."""
+        if self.state is None:
+            raise ValueError("stats: no generation has used them yet")
+        return self.state
+
+    def lines(self) -> list[str]:
+        """Return what a person wants to know afterwards, a line each."""
+        layers = len(self.prefill_layer_tokens)
+        ran, all_of_it = sum(self.prefill_layer_tokens.values()), self.prompt_tokens * layers
+        kinds = ", ".join(f"{kind} {size:,}" for kind, size in self.state_bytes.items())
+        decoded = sum(self.decode_layer_tokens.values())
+        return [
+            f"prefill  {self.prompt_tokens} tokens, {ran:,} layer-tokens of {all_of_it:,}, "
+            f"{self.prefill_s:.2f} s",
+            f"decode   {self.new_tokens} tokens, {decoded:,} layer-tokens, "
+            f"{self.decode_tps:.1f} tokens/s",
+            f"state    {sum(self.state_bytes.values()):,} bytes: {kinds}",
+        ]
+
     @property
     def decode_tps(self) -> float:
         """Tokens per second after the first, which the prefill pays for."""
@@ -111,7 +131,7 @@ def generate(
 def _decode(model, ids, max_new_tokens, sampler, stop_ids, mode, stats) -> Iterator[int]:
     if max_new_tokens < 1:
         return
-    state, started = stats.state, time.perf_counter()
+    state, started = stats.held(), time.perf_counter()
     session = Prefill(model, state, mode=mode)
     session.feed(torch.tensor([ids], dtype=torch.int64))
     hidden = session.finish()

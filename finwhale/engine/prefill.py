@@ -96,9 +96,8 @@ class Prefill:
         self.rows_kept = {"full": None, "exact": exact_decoder_rows(c), "bounded": bounded}[mode]
         self.layer_tokens: dict[int, int] = {}
         self._has_decoder_windows = True
-        self._streams: Tensor | None = None
-        self._pre: Tensor | None = None
-        self._ids: Tensor | None = None
+        # Streams and mixes at the cut, of the rows that the decoder will run on, and their ids.
+        self._kept: tuple[Tensor, Tensor, Tensor] | None = None
         self._is_finished = False
         self._encoder = [spec for spec in model.specs if spec.half is Half.ENCODER]
         self._decoder = decoder_specs(model.specs)
@@ -130,7 +129,9 @@ class Prefill:
             raise ValueError("replay: mode 'full' needs no state; feed the whole prompt")
         stop = state.num_tokens
         # A ratio-2 group that the prefix leaves open must be made again from its first token.
-        floor = min((stop - stop % spec.ratio for spec in self.model.specs if spec.ratio), default=0)
+        floor = min(
+            (stop - stop % spec.ratio for spec in self.model.specs if spec.ratio), default=0
+        )
         start = max(0, min(stop - rows, floor))
         history = min(start, state.history_tokens)
         continuation = Continuation(
@@ -179,20 +180,25 @@ class Prefill:
                 if spec.owns_kv:
                     model.layers[spec.layer_id].publish(streams, pre, forward)
         add_counts(self.layer_tokens, forward.layer_tokens)
-        kept = [(self._streams, streams), (self._pre, pre), (self._ids, ids)]
-        joined = [new if old is None else torch.cat((old, new), dim=1) for old, new in kept]
-        limit = 0 if self.rows_kept is None else self.rows_kept
-        self._streams, self._pre = (rows[:, -limit:] for rows in joined[:2])
-        self._ids = joined[2][:, -(limit + self.state.history_tokens) :] if limit else joined[2]
+        if self._kept is not None:
+            old_streams, old_pre, old_ids = self._kept
+            streams = torch.cat((old_streams, streams), dim=1)
+            pre = torch.cat((old_pre, pre), dim=1)
+            ids = torch.cat((old_ids, ids), dim=1)
+        if self.rows_kept is not None:
+            streams, pre = streams[:, -self.rows_kept :], pre[:, -self.rows_kept :]
+            ids = ids[:, -(self.rows_kept + self.state.history_tokens) :]
+        self._kept = streams, pre, ids
 
     @torch.no_grad()
     def finish(self) -> Tensor:
         """Run the decoder on the rows kept and return the last token's hidden row [1, C]."""
         model, state = self.model, self.state
-        if self._is_finished or self._streams is None:
+        if self._is_finished or self._kept is None:
             raise StateError("prefill: nothing to finish; feed tokens first")
+        streams, pre, ids = self._kept
         stop = state.num_tokens
-        start = stop - self._streams.shape[1]
+        start = stop - streams.shape[1]
         # Rows whose decoder windows the state still has need not run again.
         resumes = self._has_decoder_windows and start <= state.num_decoder_tokens
         if resumes:
@@ -206,17 +212,15 @@ class Prefill:
             window_start=cut,
             keep_rows=None if resumes or not start else window - 1,
         )
-        history = min(start, state.history_tokens, self._ids.shape[1] - (stop - start))
-        ids = self._ids[:, self._ids.shape[1] - (stop - start) - history :]
-        forward = model.continued_state(continuation, ids)
+        rows = stop - start
+        history = min(start, state.history_tokens, ids.shape[1] - rows)
+        forward = model.continued_state(continuation, ids[:, ids.shape[1] - rows - history :])
         for spec in self._decoder:
             if spec.owns_kv and self.mode != "full":
                 forward.entries[spec.layer_id] = state.entries[spec.layer_id].view()[None]
                 forward.index_keys[spec.layer_id] = state.index_keys[spec.layer_id].view()[None]
-        kept = slice(self._streams.shape[1] - (stop - start), None)
-        streams, pre = model.run_layers(
-            self._streams[:, kept], self._pre[:, kept], forward, self._decoder
-        )
+        kept = slice(streams.shape[1] - rows, None)
+        streams, pre = model.run_layers(streams[:, kept], pre[:, kept], forward, self._decoder)
         hidden = model.collapsed(streams[:, -1:], pre[:, -1:])[:, 0]
         if not torch.isfinite(hidden).all():
             raise ValueError(f"prefill: the hidden row at position {stop - 1} is not finite")
@@ -224,5 +228,5 @@ class Prefill:
         state.num_decoder_tokens = stop
         state.window_start[Half.DECODER] = cut if self.mode == "bounded" or resumes else 0
         add_counts(self.layer_tokens, forward.layer_tokens)
-        self._is_finished, self._streams, self._pre = True, None, None
+        self._is_finished, self._kept = True, None
         return hidden

@@ -51,7 +51,9 @@ class Engram(nn.Module):
         ids, positions = state.compressed_ids, state.packing.positions
         earlier = ids.shape[1] - positions.shape[1]  # ids of tokens before this call
         if earlier:
-            positions = torch.cat((positions[:, :1] + torch.arange(-earlier, 0, device=ids.device), positions), dim=1)
+            positions = torch.cat(
+                (positions[:, :1] + torch.arange(-earlier, 0, device=ids.device), positions), dim=1
+            )
         rows = self.parts.ops.engram_rows(
             ids,
             positions,

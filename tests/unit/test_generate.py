@@ -57,6 +57,12 @@ def test_stats_count_what_ran():
     # 45 tokens are in the state: the fifth was drawn and never fed.
     assert stats.state_bytes["main_kv"] == (22 + 22 + 45) * 36
     assert stats.decode_tps > 0
+    lines = stats.lines()
+    assert lines[0].startswith(f"prefill  41 tokens, {4 * 41 + 4 * tail} layer-tokens of 328, ")
+    assert lines[1].startswith("decode   5 tokens, 32 layer-tokens, ")
+    assert lines[2].startswith(
+        f"state    {sum(stats.state_bytes.values()):,} bytes: main_kv 3,204, "
+    )
     assert GenerationStats().decode_tps == 0
 
 
@@ -67,7 +73,9 @@ def test_probabilities_by_hand():
     assert next_token_probabilities(logits, 1.0, 0.5).tolist() == pytest.approx([0.5, 0, 0.5])
     assert next_token_probabilities(logits, 1.0, 0.01).tolist() == [1, 0, 0]
     # Temperature 0.5 squares the odds: 4 : 1 : 4.
-    assert next_token_probabilities(logits, 0.5, 1.0).tolist() == pytest.approx([4 / 9, 1 / 9, 4 / 9])
+    assert next_token_probabilities(logits, 0.5, 1.0).tolist() == pytest.approx(
+        [4 / 9, 1 / 9, 4 / 9]
+    )
 
 
 @pytest.mark.parametrize("form", [generate, generate_uncached])

@@ -64,7 +64,11 @@ def test_rollback_refuses_what_it_cannot_restore_and_changes_nothing():
     # Case 41: the bound is checked, not overrun.
     state = stepped(40, max_rollback=4)
     before = state.to_bytes()
-    for tokens, message in ((5, "are gone; max_rollback is 4"), (41, "got 41 tokens of 40"), (-1, "-1")):
+    for tokens, message in (
+        (5, "are gone; max_rollback is 4"),
+        (41, "got 41 tokens of 40"),
+        (-1, "-1"),
+    ):
         with pytest.raises(StateError, match=message):
             state.rollback(tokens)
     assert state.to_bytes() == before
@@ -161,7 +165,12 @@ def test_states_of_other_models_and_damaged_bytes_are_refused():
         SequenceState.from_bytes(blob, other.config.text_config, str(MODEL.numerics))
     with pytest.raises(StateError, match="numerics is"):
         SequenceState.from_bytes(blob, C, "other")
-    for damaged in (b"", blob[:100], blob[:-10], blob.replace(b"sequence-state-1", b"sequence-state-9")):
+    for damaged in (
+        b"",
+        blob[:100],
+        blob[:-10],
+        blob.replace(b"sequence-state-1", b"sequence-state-9"),
+    ):
         with pytest.raises(StateError, match="state:"):
             SequenceState.from_bytes(damaged, C, str(MODEL.numerics))
 
