@@ -30,12 +30,12 @@ MODES = ("full", "exact", "bounded")
 
 def encoder_only_unsupported(config: TextConfig) -> str | None:
     """Return why the decoder's entries cannot be made from the encoder's output, or None."""
-    cut = config.candidate_source_layer_id
-    later = [i for i in config.kv_source_layer_ids if i > cut]
+    decoder = decoder_specs(build_layer_specs(config))
+    owners = [spec.layer_id for spec in decoder if spec.owns_kv]
+    later = owners[1:]
     if later and config.ced_kv_from == "layer_input":
         return f"decoder owners {later} compress their own hidden state (ced_kv_from: layer_input)"
-    owners = [cut, *later]
-    engrams = [i for i in config.engram_layer_ids if cut <= i <= owners[-1]]
+    engrams = [s.layer_id for s in decoder if s.has_engram and s.layer_id <= owners[-1]]
     if engrams:
         return f"Engram at layers {engrams} changes what the decoder's owners read"
     return None

@@ -179,6 +179,9 @@ def test_debug_shows_the_traceback():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["inspect"], "expected PRESET|PATH or --state FILE"),
+        (["inspect", "unit", "--state", "x"], "one of the two"),
+        (["inspect", "--state", "x"], "x"),
         (["generate", "--model", "nowhere", "--prompt", "a"], "nowhere"),
         (["pretrain", "--recipe", "recipes", "--out", "x"], "expected MODULE:FUNCTION"),
         (["pretrain", "--recipe", "recipes.no:f", "--out", "x"], "no module 'recipes.no'"),
@@ -203,7 +206,7 @@ def test_user_error_costs_one_sentence_and_writes_nothing(
     assert not (tmp_path / "x").exists()
 
 
-@pytest.mark.parametrize("arguments", [[], ["inspect"], ["inspect", "unit", "--jsn"], ["sing"]])
+@pytest.mark.parametrize("arguments", [[], ["inspect", "unit", "--jsn"], ["sing"]])
 def test_misuse_exits_with_code_2(arguments, capsys):
     with pytest.raises(SystemExit) as stop:
         cli.main(arguments)

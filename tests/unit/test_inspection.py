@@ -57,3 +57,25 @@ def test_source_that_is_nothing_is_refused(source, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError):
         inspection.resolve_config(source)
+
+
+def test_state_of_a_generation_is_printed_and_as_json(tmp_path, capsys):
+    import json
+
+    from finwhale import cli
+    from finwhale.cache.state_file import write_state
+    from finwhale.engine.generate import GenerationStats, generate
+    from tests.models import unit_model
+
+    stats = GenerationStats()
+    list(generate(unit_model(), [5, 6, 7, 8, 9], max_new_tokens=3, stats=stats))
+    write_state(tmp_path / "state", stats.held().to_bytes())
+    assert cli.main(["inspect", "--state", str(tmp_path / "state")]) == 0
+    printed = capsys.readouterr().out
+    assert "state after 7 tokens" in printed
+    rows = [line.split() for line in printed.splitlines()]
+    # 7 tokens make 3 ratio-2 entries and leave a group open; an entry has 64 fp32 channels.
+    assert ["entries", "L1", "3", "0", "to", "2", "768"] in rows
+    assert ["open_groups", "L3", "1", "6", "to", "6", "512"] in rows
+    assert cli.main(["inspect", "--state", str(tmp_path / "state"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["num_tokens"] == 7
