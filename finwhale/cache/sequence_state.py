@@ -177,6 +177,7 @@ class SequenceState:
                 if not rows.is_empty:
                     tensors[f"{kind}.{layer}"] = rows.view().contiguous()
         facts = {
+            "format": FORMAT,
             "config": config_digest(self.config),
             "numerics": self.numerics,
             "max_rollback": self.max_rollback,
@@ -185,7 +186,8 @@ class SequenceState:
             "stops": stops,
             "tensors": {n: [str(t.dtype), list(t.shape)] for n, t in tensors.items()},
         }
-        return save_tensors(tensors, {"format": FORMAT, "facts": json.dumps(facts)})
+        # One metadata key: the library writes several in no fixed order.
+        return save_tensors(tensors, {"facts": json.dumps(facts)})
 
     @classmethod
     def from_bytes(cls, blob: bytes, config: TextConfig, numerics: str) -> SequenceState:
@@ -236,13 +238,12 @@ class SequenceState:
 def _read_blob(blob: bytes) -> tuple[dict, dict[str, Tensor]]:
     try:
         size = int.from_bytes(blob[:8], "little")
-        meta = json.loads(blob[8 : 8 + size])["__metadata__"]
-        facts = json.loads(meta["facts"]) if meta["format"] == FORMAT else None
-        tensors = load_tensors(blob)
+        facts = json.loads(json.loads(blob[8 : 8 + size])["__metadata__"]["facts"])
+        found_format, tensors = facts["format"], load_tensors(blob)
     except (KeyError, TypeError, ValueError, SafetensorError) as error:
         raise StateError(f"state: not readable as {FORMAT} ({error})") from None
-    if facts is None:
-        raise StateError(f"state: format is {meta['format']!r}, expected {FORMAT!r}")
+    if found_format != FORMAT:
+        raise StateError(f"state: format is {found_format!r}, expected {FORMAT!r}")
     found = {n: [str(t.dtype), list(t.shape)] for n, t in tensors.items()}
     if found != facts["tensors"]:
         raise StateError("state: its tensors differ from its own list")

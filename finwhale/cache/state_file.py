@@ -60,10 +60,9 @@ def describe(path: str | Path) -> StateFacts:
         raw = file.read(size) if size <= _MAX_HEADER else b""
     try:
         header = json.loads(raw)
-        meta = header.pop("__metadata__")
-        if meta["format"] != FORMAT:
-            raise ValueError(f"format {meta['format']!r}")
-        facts = json.loads(meta["facts"])
+        facts = json.loads(header.pop("__metadata__")["facts"])
+        if facts["format"] != FORMAT:
+            raise ValueError(f"format {facts['format']!r}")
         parts = [_part(name, entry, facts) for name, entry in header.items()]
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: not a state file, expected {FORMAT} ({error})") from None
