@@ -1,0 +1,64 @@
+"""Prefill and decode seconds of ftllm on a checkpoint; runs inside ftllm's environment.
+
+    python bench/peers/ftllm_decode.py CHECKPOINT IDS_JSON NEW_TOKENS
+Prints one JSON object.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import sys
+import time
+
+os.environ["FASTLLM_SKIP_WARMUP"] = "1"
+
+
+def main() -> None:
+    from ftllm import llm
+    from ftllm.util import make_normal_llm_model, make_normal_parser
+
+    folder, ids, steps = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3])
+    with open(os.path.join(folder, "config.json"), encoding="utf-8") as file:
+        vocab = json.load(file)["text_config"]["vocab_size"]
+    argv = ["--path", folder, "--device", "cpu", "--moe_device", "cpu", "-t", "1"]
+    argv += ["--cuda_shared_expert", "false"]
+    options = make_normal_parser("peer").parse_args(argv)
+    options.max_batch, options.tokens = 1, max(4096, len(ids) + steps)
+    model = make_normal_llm_model(options)
+    buffer, stamps = (ctypes.c_float * vocab)(), []
+    start = time.perf_counter()
+    handle = llm.fastllm_lib.launch_response_llm_model(
+        model.model,
+        len(ids),
+        (ctypes.c_int * len(ids))(*ids),
+        ctypes.c_int(steps),
+        ctypes.c_int(0),
+        ctypes.c_bool(False),
+        ctypes.c_float(1.0),
+        ctypes.c_int(1),
+        ctypes.c_float(1.0),
+        ctypes.c_float(1.0),
+        ctypes.c_bool(True),
+        ctypes.c_int(0),
+        None,
+    )
+    while llm.fastllm_lib.fetch_response_logits_llm_model(model.model, handle, buffer) >= 0:
+        stamps.append(time.perf_counter() - start)
+    print(
+        "\n"
+        + json.dumps(
+            {
+                "prefill_s": stamps[0],
+                "decode_s": stamps[-1] - stamps[0],
+                "decoded": len(stamps) - 1,
+            }
+        )
+    )
+    sys.stdout.flush()
+    os._exit(0)  # the engine's threads do not end by themselves
+
+
+if __name__ == "__main__":
+    main()
