@@ -57,7 +57,8 @@ def test_generate_continues_the_prompt_the_same_way_twice(run_folder, capsys):
         assert cli.main(arguments) == 0
         captured = capsys.readouterr()
         texts.append(captured.out)
-        assert "tokens in" in captured.err
+        assert "decode   6 tokens, 40 layer-tokens" in captured.err  # 5 steps of 8 layers
+        assert "bytes: main_kv" in captured.err
         assert "bytes of memory" in captured.err
     assert texts[0] == texts[1]
     assert texts[0].splitlines()[1].startswith("import os")

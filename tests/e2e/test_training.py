@@ -213,7 +213,7 @@ def test_a_loss_that_is_no_number_stops_the_run(library, tmp_path, monkeypatch):
 
 
 def test_demo_goes_from_text_to_a_loaded_checkpoint(library, tmp_path):
-    console = Console(file=io.StringIO(), width=100)
+    console = Console(file=io.StringIO(), width=1000)
     report = run_demo(
         tmp_path, run=smoke(library), prompt="the ", max_new_tokens=5, console=console
     )

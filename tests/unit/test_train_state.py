@@ -7,13 +7,16 @@ import json
 import pytest
 import torch
 
+from finwhale.config.model import ConfigError
 from finwhale.config.presets import unit, with_compressed_vocab
-from finwhale.config.run import OptimConfig
+from finwhale.config.run import DataConfig, OptimConfig, RunConfig
 from finwhale.model import Backbone
 from finwhale.ops import FAST
+from finwhale.text.train_tokenizer import train_tokenizer
 from finwhale.train import state
 from finwhale.train.optimizer import build_optimizer
 from finwhale.train.record import Metrics, RunFolderError, claim_folder, curve, read_metrics
+from finwhale.train.run_data import prepare_data
 from finwhale.train.state import StateError, load_state, save_state
 
 COUNTERS = {"step": 7, "metrics_bytes": 123, "elapsed_s": 4.5}
@@ -74,6 +77,25 @@ def test_state_of_another_model_is_refused_by_tensor(tmp_path):
     model.embed.weight = torch.nn.Parameter(torch.zeros(512, 32))
     with pytest.raises(StateError, match=r"embed.weight: found \(512, 64\), expected \(512, 32\)"):
         load_state(tmp_path, model, optimizer)
+
+
+def test_state_of_another_format_is_refused(tmp_path):
+    torch.save({"format": 0}, tmp_path / state.STATE_FILE)
+    with pytest.raises(StateError, match="format: got 0, expected 1"):
+        load_state(tmp_path, *_fresh(0))
+
+
+def test_tokenizer_of_another_size_is_refused_by_name(tmp_path):
+    text = "the quick brown fox jumps over the lazy dog 0123456789\n" * 40
+    for number in range(30):
+        (tmp_path / f"text{number}.txt").write_text(text)
+    file = train_tokenizer([text], 300, tmp_path / "tokenizer.json")
+    data = DataConfig(
+        corpus=str(tmp_path), train_bytes=20_000, validation_bytes=2_000, tokenizer=str(file)
+    )
+    run = RunConfig(model=unit(), data=data)
+    with pytest.raises(ConfigError, match=r"tokenizer\.json: 300 ids, expected vocab_size = 512"):
+        prepare_data(run, tmp_path)
 
 
 def test_metrics_are_cut_back_to_the_recorded_length(tmp_path):
