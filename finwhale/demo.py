@@ -22,8 +22,9 @@ from finwhale.ops import FAST
 from finwhale.train.loop import TrainResult, train, validate
 
 CHECKPOINT_FOLDER = "checkpoint"
-_PROMPT = "import os\n\n\ndef "
+_PROMPT = "class File:\n    def "
 _NEW_TOKENS = 96
+_TEMPERATURE, _TOP_P = 0.7, 0.9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +80,10 @@ def run_demo(
     reloaded_bpb = validate(run or demo_cpu(), loaded.model, result.data)
     console.print(_score_table(result, reloaded_bpb))
     console.print(f"curve: {out / 'loss.png'}")
-    console.print("continuation by the loaded checkpoint, greedy:", style="bold")
+    console.print(
+        f"continuation by the loaded checkpoint (temperature {_TEMPERATURE}, top-p {_TOP_P}):",
+        style="bold",
+    )
     continuation = _continue(loaded.model, result, prompt, max_new_tokens, console)
     kv_bytes = kv_bytes_per_token(loaded.config.text_config)
     console.print(f"one token of global KV costs {kv_bytes:g} bytes in this model")
@@ -114,7 +118,12 @@ def _continue(
     pieces = []
     console.out(prompt, end="", highlight=False)
     for token_id in generate(
-        model, ids, max_new_tokens=max_new_tokens, stop_ids=(tokenizer.eos_id,)
+        model,
+        ids,
+        max_new_tokens=max_new_tokens,
+        temperature=_TEMPERATURE,
+        top_p=_TOP_P,
+        stop_ids=(tokenizer.eos_id,),
     ):
         pieces.append(stream.push(token_id))
         console.out(pieces[-1], end="", highlight=False)

@@ -130,6 +130,8 @@ def demo() -> ModelConfig:
         index_topk=16,
         candidate_topk_blocks=8,
         candidate_block_size=4,
+        # Narrow matrices need a wider draw than the released 0.02 to learn in few steps.
+        initializer_range=0.04,
         engram_layer_ids=(1,),
         engram_vocab_size=499,
         engram_n_heads=2,

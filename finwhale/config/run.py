@@ -99,7 +99,9 @@ class RunConfig:
     # Round cached rows to their storage formats while training (straight-through gradients).
     cache_rounding: bool = True
     seed: int = 0
-    threads: int = 2
+    # One thread has one order of summation. With two, a product may be split otherwise while the
+    # machine is busy, and a curve that must repeat bit for bit does not.
+    threads: int = 1
     # Validate every so many steps, and always after the last; 0: only after the last.
     eval_every: int = 0
     # Save the training state every so many steps, and always after the last.

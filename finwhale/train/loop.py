@@ -53,23 +53,15 @@ class TrainResult:
 @contextmanager
 def _repeatable(threads: int) -> Iterator[None]:
     """Fix the number of threads and forbid atomic accumulation, whose order varies."""
-    fill = torch.utils.deterministic
-    before = (
-        torch.get_num_threads(),
-        torch.get_deterministic_debug_mode(),
-        fill.fill_uninitialized_memory,
-    )
+    before = torch.get_num_threads(), torch.get_deterministic_debug_mode()
     torch.set_num_threads(threads)
     # The same switch as use_deterministic_algorithms, which imports a compiler for seconds.
     torch.set_deterministic_debug_mode("error")
-    # Every tensor is written before it is read; filling it first only costs time.
-    fill.fill_uninitialized_memory = False
     try:
         yield
     finally:
         torch.set_num_threads(before[0])
         torch.set_deterministic_debug_mode(before[1])
-        fill.fill_uninitialized_memory = before[2]
 
 
 def build_model(run: RunConfig, data: RunData) -> Backbone:
