@@ -17,7 +17,7 @@ from finwhale.checkpoint.load import load_model
 from finwhale.checkpoint.save import save_checkpoint
 from finwhale.config.accounting import kv_bytes_per_token
 from finwhale.config.run import RunConfig
-from finwhale.engine.generate import generate
+from finwhale.engine.generate import GenerationStats, generate
 from finwhale.ops import FAST
 from finwhale.train.loop import TrainResult, train, validate
 
@@ -114,7 +114,7 @@ def _continue(
     """Print the prompt and its continuation piece by piece; return the continuation."""
     tokenizer = result.data.tokenizer
     ids = [tokenizer.bos_id, *tokenizer.encode(prompt)]
-    stream = tokenizer.stream(skip_hidden=True)
+    stream, stats = tokenizer.stream(skip_hidden=True), GenerationStats()
     pieces = []
     console.out(prompt, end="", highlight=False)
     for token_id in generate(
@@ -124,9 +124,12 @@ def _continue(
         temperature=_TEMPERATURE,
         top_p=_TOP_P,
         stop_ids=(tokenizer.eos_id,),
+        stats=stats,
     ):
         pieces.append(stream.push(token_id))
         console.out(pieces[-1], end="", highlight=False)
     pieces.append(stream.finish())
     console.out(pieces[-1], highlight=False)
+    for line in stats.lines():
+        console.print(line, highlight=False)
     return "".join(pieces)
