@@ -25,7 +25,7 @@ def demo_cpu() -> RunConfig:
 
 
 def nano_cpu() -> RunConfig:
-    """One to two hours on two CPU cores with the preset `nano`: for ablations."""
+    """The preset `nano` on one CPU core, an hour or more: for ablations."""
     return RunConfig(
         model=nano(),
         data=DataConfig(train_bytes=20_000_000, validation_bytes=200_000),
