@@ -174,7 +174,7 @@ class Generate:
         _say(model=self.model, numerics=self.numerics, prefill=self.prefill, seed=self.seed)
         from finwhale.cache.state_file import write_state
         from finwhale.checkpoint.load import load_model
-        from finwhale.engine.generate import GenerationStats, generate
+        from finwhale.engine.generate import GenerationStats, check_sampling, generate
         from finwhale.model import Numerics
         from finwhale.ops import FAST
         from finwhale.text.tokenizer import Tokenizer
@@ -182,6 +182,9 @@ class Generate:
         # The cheap refusals come first: a tokenizer is read in a moment, a model may take minutes.
         tokenizer = Tokenizer.from_file(self.model)
         ids, stop_ids = [tokenizer.bos_id, *tokenizer.encode(self.prompt)], (tokenizer.eos_id,)
+        check_sampling(len(ids), self.max_new_tokens, self.temperature, self.top_p)
+        if self.state_file is not None and not self.state_file.absolute().parent.is_dir():
+            raise ValueError(f"--state-file: no folder {self.state_file.absolute().parent}")
         numerics = Numerics.release() if self.numerics == "release" else Numerics()
         loaded = load_model(self.model, numerics=numerics, ops=FAST)
         _print_load(loaded)

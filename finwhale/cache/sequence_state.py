@@ -49,6 +49,7 @@ class SequenceState:
     num_tokens          tokens whose encoder rows and global KV are in
     num_decoder_tokens  tokens that the decoder's windows reach to; equal unless a prefill is open
     needs_replay        only global KV is here: windows must be rebuilt before anything else
+    id_digests          chained SHA-256 of all token ids, of the last max_rollback + 1 lengths
     window_start        first position that a window may see: 0, or where a bounded replay began
     """
 
@@ -65,6 +66,7 @@ class SequenceState:
     entries: dict[int, GrowingRows] = field(default_factory=dict)
     index_keys: dict[int, GrowingRows] = field(default_factory=dict)
     recent_ids: RecentRows = field(default_factory=lambda: RecentRows(0))
+    id_digests: list[bytes] = field(default_factory=lambda: [b""])
 
     def __post_init__(self) -> None:
         if self.max_rollback < 0:
@@ -100,6 +102,18 @@ class SequenceState:
                 f"{call}: only global KV is here; open a prefill and replay the prefix"
             )
 
+    def ids_digest(self, ids: list[int], before: bytes = b"") -> bytes:
+        """Return the digest of `ids` behind tokens whose digest is `before`."""
+        for token in ids:
+            before = hashlib.sha256(before + token.to_bytes(8, "little")).digest()
+        return before
+
+    def add_ids(self, ids: list[int]) -> None:
+        """Continue the chain of digests by `ids`."""
+        for token in ids:
+            self.id_digests.append(self.ids_digest([token], self.id_digests[-1]))
+        del self.id_digests[: -(self.max_rollback + 1)]
+
     def rollback(self, tokens: int) -> None:
         """Take the last `tokens` tokens back; the state is then that of the shorter sequence.
 
@@ -117,6 +131,8 @@ class SequenceState:
                 group = self.open_groups[spec.layer_id]
                 if group.start > stop - stop % spec.ratio and stop % spec.ratio:
                     raise StateError(self._too_far(tokens, f"open group of layer {spec.layer_id}"))
+        if tokens >= len(self.id_digests):
+            raise StateError(self._too_far(tokens, "digests of the shorter sequence"))
         if self.recent_ids.start > max(0, stop - self.history_tokens):
             raise StateError(self._too_far(tokens, "token ids for n-grams"))
         for rows in (*self.window.values(), *self.open_groups.values(), self.recent_ids):
@@ -125,6 +141,7 @@ class SequenceState:
             if spec.owns_kv:
                 self.entries[spec.layer_id].truncate(stop // spec.ratio)
                 self.index_keys[spec.layer_id].truncate(stop // spec.ratio)
+        del self.id_digests[len(self.id_digests) - tokens :]
         self.num_tokens = self.num_decoder_tokens = stop
 
     def _too_far(self, tokens: int, what: str) -> str:
@@ -139,6 +156,7 @@ class SequenceState:
             config=self.config, numerics=self.numerics, max_rollback=self.max_rollback
         )
         other.num_tokens, other.needs_replay = self.num_tokens, self.num_tokens > 0
+        other.id_digests = self.id_digests[-1:]
         other.entries = {layer: rows.clone() for layer, rows in self.entries.items()}
         other.index_keys = {layer: rows.clone() for layer, rows in self.index_keys.items()}
         return other
@@ -164,8 +182,12 @@ class SequenceState:
         }
 
     def to_bytes(self) -> bytes:
-        """Return the state as one safetensors blob, exact; refuses an open prefill."""
-        self.check_ready("to_bytes")
+        """Return the state as one safetensors blob, exact; refuses an open prefill.
+
+        A state of global KV alone is written too: it needs its replay after loading as before.
+        """
+        if self.is_open:
+            raise StateError("to_bytes: a prefill is open on this state; finish it first")
         tensors: dict[str, Tensor] = {}
         stops: dict[str, int] = {}
         for name, rows in self._recent_rows():
@@ -182,9 +204,12 @@ class SequenceState:
             "numerics": self.numerics,
             "max_rollback": self.max_rollback,
             "num_tokens": self.num_tokens,
+            "needs_replay": self.needs_replay,
+            "id_digests": [digest.hex() for digest in self.id_digests],
             "window_start": {half.value: start for half, start in self.window_start.items()},
             "stops": stops,
             "tensors": {n: [str(t.dtype), list(t.shape)] for n, t in tensors.items()},
+            "sha256": _payload_digest(tensors),
         }
         # One metadata key: the library writes several in no fixed order.
         return save_tensors(tensors, {"facts": json.dumps(facts)})
@@ -195,12 +220,22 @@ class SequenceState:
 
         Raises StateError for damage, another format, another geometry or other numerics.
         """
-        facts, tensors = _read_blob(blob)
+        try:
+            return cls._from_facts(*_read_blob(blob), config, numerics)
+        except KeyError as error:
+            raise StateError(f"state: its list of facts lacks {error}") from None
+
+    @classmethod
+    def _from_facts(
+        cls, facts: dict, tensors: dict[str, Tensor], config: TextConfig, numerics: str
+    ) -> SequenceState:
         for name, want in (("config", config_digest(config)), ("numerics", numerics)):
             if facts.get(name) != want:
                 raise StateError(f"state: {name} is {facts.get(name)!r}, this model's is {want!r}")
         state = cls(config=config, numerics=numerics, max_rollback=facts["max_rollback"])
-        state.num_tokens = state.num_decoder_tokens = facts["num_tokens"]
+        state.num_tokens, state.needs_replay = facts["num_tokens"], facts["needs_replay"]
+        state.num_decoder_tokens = 0 if state.needs_replay else state.num_tokens
+        state.id_digests = [bytes.fromhex(digest) for digest in facts["id_digests"]]
         state.window_start = {Half(half): start for half, start in facts["window_start"].items()}
         for name, rows in state._recent_rows():
             rows.stop = facts["stops"][name]
@@ -245,9 +280,17 @@ def _read_blob(blob: bytes) -> tuple[dict, dict[str, Tensor]]:
     if found_format != FORMAT:
         raise StateError(f"state: format is {found_format!r}, expected {FORMAT!r}")
     found = {n: [str(t.dtype), list(t.shape)] for n, t in tensors.items()}
-    if found != facts["tensors"]:
-        raise StateError("state: its tensors differ from its own list")
+    if found != facts.get("tensors") or _payload_digest(tensors) != facts.get("sha256"):
+        raise StateError("state: damaged, its tensors differ from its own list and digest")
     return facts, tensors
+
+
+def _payload_digest(tensors: dict[str, Tensor]) -> str:
+    """Return the SHA-256 of all tensor bytes, in the order of their names."""
+    digest = hashlib.sha256()
+    for _, tensor in sorted(tensors.items()):
+        digest.update(tensor.contiguous().view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def fresh_state(model, *, max_rollback: int = 8) -> SequenceState:

@@ -70,7 +70,7 @@ def next_token_probabilities(logits: Tensor, temperature: float, top_p: float) -
     logits = logits.float()
     if temperature == 0:
         return torch.nn.functional.one_hot(logits.argmax(), logits.numel()).float()
-    p = (logits / temperature).softmax(-1)
+    p = ((logits - logits.max()) / temperature).softmax(-1)
     if top_p < 1:
         ordered, order = p.sort(descending=True, stable=True)
         before = ordered.cumsum(-1) - ordered
@@ -78,16 +78,24 @@ def next_token_probabilities(logits: Tensor, temperature: float, top_p: float) -
     return p / p.sum()
 
 
-class _Sampler:
-    """Draws token ids from logits; refuses bad options before the first forward pass."""
+def check_sampling(
+    num_prompt_tokens: int, max_new_tokens: int, temperature: float, top_p: float
+) -> None:
+    """Raise ValueError that names the option which no generation could follow."""
+    if not num_prompt_tokens:
+        raise ValueError("prompt: got no tokens, expected at least one (begin with the bos id)")
+    if max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens: got {max_new_tokens}, expected 0 or more")
+    if not 0 <= temperature < float("inf"):
+        raise ValueError(f"temperature: got {temperature}, expected 0 (greedy) or more")
+    if not 0 < top_p <= 1:
+        raise ValueError(f"top_p: got {top_p}, expected a share in (0, 1]")
 
-    def __init__(self, ids: Sequence[int], temperature: float, top_p: float, seed: int):
-        if not ids:
-            raise ValueError("prompt: got no tokens, expected at least one (begin with the bos id)")
-        if temperature < 0:
-            raise ValueError(f"temperature: got {temperature}, expected 0 (greedy) or more")
-        if not 0 < top_p <= 1:
-            raise ValueError(f"top_p: got {top_p}, expected a share in (0, 1]")
+
+class _Sampler:
+    """Draws token ids from logits."""
+
+    def __init__(self, temperature: float, top_p: float, seed: int):
         self.temperature, self.top_p = temperature, top_p
         self.generator = torch.Generator().manual_seed(seed)
 
@@ -121,7 +129,8 @@ def generate(
     Raises ValueError for an empty prompt, a negative temperature, a top_p outside (0, 1], or
     logits that are not finite.
     """
-    sampler = _Sampler(ids, temperature, top_p, seed)
+    check_sampling(len(ids), max_new_tokens, temperature, top_p)
+    sampler = _Sampler(temperature, top_p, seed)
     stats = GenerationStats() if stats is None else stats
     state = fresh_state(model, max_rollback=0)
     stats.state, stats.prompt_tokens = state, len(ids)
@@ -163,7 +172,8 @@ def generate_uncached(
     stop_ids: Sequence[int] = (),
 ) -> Iterator[int]:
     """Yield what `generate` yields, by whole forward passes over everything before each token."""
-    sampler = _Sampler(ids, temperature, top_p, seed)
+    check_sampling(len(ids), max_new_tokens, temperature, top_p)
+    sampler = _Sampler(temperature, top_p, seed)
     sequence = torch.tensor([list(ids)], dtype=torch.int64)
     for _ in range(max_new_tokens):
         logits = model.logits(model.hidden(sequence)[:, -1])[0]

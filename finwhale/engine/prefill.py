@@ -93,7 +93,9 @@ class Prefill:
             raise ValueError(f"bounded_rows: got {bounded_rows} in mode {mode!r}, expected >= 1")
         self.model, self.state, self.mode = model, state, mode
         bounded = c.sliding_window if bounded_rows is None else bounded_rows
-        self.rows_kept = {"full": None, "exact": exact_decoder_rows(c), "bounded": bounded}[mode]
+        # Rollback may go back into the prompt, so that many more window rows have to be exact.
+        exact = exact_decoder_rows(c) + state.max_rollback
+        self.rows_kept = {"full": None, "exact": exact, "bounded": bounded}[mode]
         self.layer_tokens: dict[int, int] = {}
         self._has_decoder_windows = True
         # Streams and mixes at the cut, of the rows that the decoder will run on, and their ids.
@@ -107,8 +109,8 @@ class Prefill:
         """Rebuild the encoder's windows of a state that holds global KV alone.
 
         ids   [1, P] all token ids of the prefix
-        rows  trailing rows to run; None means all that exactness needs in this mode (bounded:
-              the window length), their windows cut at the replay's start
+        rows  trailing rows to run, windows cut at their start; None means the window length in
+              mode "bounded" and all that exactness needs in mode "exact", where fewer are refused
 
         Global KV is read and never written. Must come before any `feed`.
         """
@@ -120,14 +122,17 @@ class Prefill:
                 "before any feed"
             )
         c = self.model.config.text_config
-        if rows is None:
-            rows = exact_encoder_rows(c)
-            rows = c.sliding_window if self.mode == "bounded" else rows + (self.rows_kept or 0)
-        if rows < 1:
-            raise ValueError(f"rows: got {rows}, expected at least one")
         if self.mode == "full":
             raise ValueError("replay: mode 'full' needs no state; feed the whole prompt")
+        if state.ids_digest(ids[0].tolist()) != state.id_digests[-1]:
+            raise StateError("replay: the ids are not those that this global KV was made from")
         stop = state.num_tokens
+        exact = exact_encoder_rows(c) + (self.rows_kept or 0)
+        if rows is None:
+            rows = c.sliding_window if self.mode == "bounded" else exact
+        least = 1 if self.mode == "bounded" else min(exact, stop)
+        if rows < least:
+            raise ValueError(f"rows: got {rows}, expected at least {least} in mode {self.mode!r}")
         # A ratio-2 group that the prefix leaves open must be made again from its first token.
         floor = min(
             (stop - stop % spec.ratio for spec in self.model.specs if spec.ratio), default=0
@@ -139,11 +144,12 @@ class Prefill:
             start=start,
             stop=stop,
             window_start=start,
-            keep_rows=c.sliding_window - 1,
+            keep_rows=self._exact_window_rows(start),
         )
         forward = self.model.continued_state(continuation, ids[:, start - history :])
-        self._run_encoder(ids[:, start:], forward)
+        streams, pre = self._run_encoder(ids[:, start:], forward)
         continuation.commit_layers()
+        self._keep(streams, pre, ids[:, start:])
         state.window_start[Half.ENCODER] = start if self.mode == "bounded" else 0
         state.recent_ids = state.recent_ids.replaced(as_id_rows(ids), stop)
         state.needs_replay, self._has_decoder_windows = False, False
@@ -166,12 +172,22 @@ class Prefill:
             window_start=state.window_start[Half.ENCODER],
         )
         forward = self.model.continued_state(continuation, with_history(state, ids))
-        self._run_encoder(ids, forward)
+        streams, pre = self._run_encoder(ids, forward)
         continuation.commit_layers()
         commit_ids(state, ids)
+        self._keep(streams, pre, ids)
 
-    def _run_encoder(self, ids: Tensor, forward) -> None:
-        """Run the encoder, publish the decoder's entries, keep the rows for the decoder."""
+    def _exact_window_rows(self, start: int) -> int | None:
+        """Return how many window rows at the end are worth keeping if rows before `start` were cut.
+
+        In mode "exact" the rows nearest to the cut are inexact. None means all.
+        """
+        if self.mode == "bounded" or not start:
+            return None
+        return self.model.config.text_config.sliding_window - 1 + self.state.max_rollback
+
+    def _run_encoder(self, ids: Tensor, forward) -> tuple[Tensor, Tensor]:
+        """Run the encoder, publish the decoder's entries, return the streams at the cut."""
         model = self.model
         streams, pre = model.run_layers(*model.embed_streams(ids), forward, self._encoder)
         model.note_encoder_output(streams, pre, forward)
@@ -180,6 +196,10 @@ class Prefill:
                 if spec.owns_kv:
                     model.layers[spec.layer_id].publish(streams, pre, forward)
         add_counts(self.layer_tokens, forward.layer_tokens)
+        return streams, pre
+
+    def _keep(self, streams: Tensor, pre: Tensor, ids: Tensor) -> None:
+        """Hold the last rows at the cut until the decoder runs on them."""
         if self._kept is not None:
             old_streams, old_pre, old_ids = self._kept
             streams = torch.cat((old_streams, streams), dim=1)
@@ -192,7 +212,11 @@ class Prefill:
 
     @torch.no_grad()
     def finish(self) -> Tensor:
-        """Run the decoder on the rows kept and return the last token's hidden row [1, C]."""
+        """Run the decoder on the rows kept and return the last token's hidden row [1, C].
+
+        Rows before it have no logits in modes "exact" and "bounded": who wants log-probabilities of
+        the prompt feeds it through `forward_step`, which runs all layers on all tokens.
+        """
         model, state = self.model, self.state
         if self._is_finished or self._kept is None:
             raise StateError("prefill: nothing to finish; feed tokens first")
@@ -204,13 +228,12 @@ class Prefill:
         if resumes:
             start = state.num_decoder_tokens
         cut = state.window_start[Half.DECODER] if resumes else start
-        window = model.config.text_config.sliding_window
         continuation = Continuation(
             past=state,
             start=start,
             stop=stop,
             window_start=cut,
-            keep_rows=None if resumes or not start else window - 1,
+            keep_rows=None if resumes else self._exact_window_rows(start),
         )
         rows = stop - start
         history = min(start, state.history_tokens, ids.shape[1] - rows)
@@ -222,8 +245,6 @@ class Prefill:
         kept = slice(streams.shape[1] - rows, None)
         streams, pre = model.run_layers(streams[:, kept], pre[:, kept], forward, self._decoder)
         hidden = model.collapsed(streams[:, -1:], pre[:, -1:])[:, 0]
-        if not torch.isfinite(hidden).all():
-            raise ValueError(f"prefill: the hidden row at position {stop - 1} is not finite")
         continuation.commit_layers()
         state.num_decoder_tokens = stop
         state.window_start[Half.DECODER] = cut if self.mode == "bounded" or resumes else 0

@@ -39,6 +39,7 @@ def commit_ids(state: SequenceState, ids: Tensor) -> None:
     if state.recent_ids.rows is not None:
         rows = torch.cat((state.recent_ids.rows.to(rows.device), rows))
     state.num_tokens += ids.shape[1]
+    state.add_ids(ids[0].tolist())
     if state.recent_ids.capacity:
         state.recent_ids = state.recent_ids.replaced(rows, state.num_tokens)
 
@@ -84,8 +85,6 @@ def forward_step(
         specs = [spec for spec in model.specs if spec.half is half]
         streams, pre = model.run_layers(streams, pre, forward, specs)
     hidden = model.collapsed(streams, pre)
-    if not torch.isfinite(hidden).all():
-        raise ValueError(f"step: hidden rows from position {start} on are not finite")
     for continuation in halves:
         continuation.commit_layers()
     commit_ids(state, ids)

@@ -32,6 +32,14 @@ class Table(nn.Module):
         self.weight = nn.Parameter(torch.empty(rows, dim, dtype=dtype))
 
 
+def _check_finite(layer: int, streams: Tensor, state: ForwardState) -> None:
+    """Refuse to go on, and so to store anything, once a stream holds a NaN or an infinity."""
+    finite = torch.isfinite(streams).flatten(2).all(-1)  # [B, T]
+    if not finite.all():
+        position = int(state.packing.positions[~finite][0])
+        raise ValueError(f"layer {layer}: streams are not finite at position {position}")
+
+
 class Backbone(nn.Module):
     """`embed`, `layers.L`, `norm`, `head`.
 
@@ -153,6 +161,8 @@ class Backbone(nn.Module):
             if spec.half is Half.DECODER:
                 self.note_encoder_output(streams, pre, state)
             streams, pre = self.layers[spec.layer_id](streams, pre, state, pad_id)
+            if state.continuation is not None:
+                _check_finite(spec.layer_id, streams, state)
         return streams, pre
 
     def note_encoder_output(self, streams: Tensor, pre: Tensor, state: ForwardState) -> None:
@@ -196,6 +206,8 @@ class Backbone(nn.Module):
 
         ids  [1, h + T] the ids of these rows behind up to three earlier ones, for n-grams
         """
+        if self.token_map is not None and self.token_map.device != ids.device:
+            self.token_map = self.token_map.to(ids.device)
         return ForwardState(
             packing=Packing(
                 positions=continuation.positions(ids.device),

@@ -20,7 +20,7 @@ class Compressor(nn.Module):
     def __init__(self, parts: Parts, spec: LayerSpec):
         super().__init__()
         c = parts.config
-        self.spec, self.ratio = spec, spec.ratio
+        self.spec = spec
         self.ops, self.dtype = parts.ops, parts.numerics.dtype
         pooled = spec.ratio > 1
         kind = "fp32" if pooled else "plain"
@@ -44,7 +44,7 @@ class Compressor(nn.Module):
             rows = torch.stack((self.wkv(x), self.wgate(x)), dim=-2)  # [B, T, 2, D]
             content, gate = state.continuation.complete_groups(self.spec, rows).unbind(-2)
             return self.norm(self.ops.pool_group(content, gate).to(self.dtype))
-        tokens = state.groups(self.ratio).tokens  # [B, M, r]
+        tokens = state.groups(self.spec).tokens  # [B, M, r]
         rows = tokens.flatten(1).unsqueeze(-1).expand(-1, -1, self.wkv.weight.shape[0])
         content, gate = (
             projected.gather(1, rows).unflatten(1, tokens.shape[1:])  # [B, M, r, D]

@@ -40,9 +40,14 @@ class Continuation:
         """Return [1, T] absolute positions."""
         return torch.arange(self.start, self.stop, device=device).unsqueeze(0)
 
-    def groups(self, ratio: int, positions: Tensor) -> Groups:
-        """Return the groups that these rows complete; `visible` counts all entries ever made."""
-        first, last = self._stored_entries(ratio), self.stop // ratio
+    def groups(self, spec: LayerSpec, positions: Tensor) -> Groups:
+        """Return the groups that these rows complete for the KV owner of `spec`.
+
+        `visible` counts all entries ever made. Owners of one ratio may differ here: an open prefill
+        has the encoder's entries and not yet the decoder's.
+        """
+        ratio = spec.ratio
+        first, last = self._stored_entries(spec), self.stop // ratio
         entries = torch.arange(first, max(first, last), device=positions.device)
         return Groups(
             tokens=entries.new_zeros(1, 0, ratio),
@@ -51,11 +56,10 @@ class Continuation:
             visible=(positions + 1) // ratio,
         )
 
-    def _stored_entries(self, ratio: int) -> int:
-        for spec in self.past.specs:
-            if spec.owns_kv and spec.ratio == ratio:
-                return self.past.entries[spec.layer_id].length
-        raise StateError(f"continuation: no KV owner has ratio {ratio}")
+    def _stored_entries(self, spec: LayerSpec) -> int:
+        if spec.kv_owner is None:
+            raise StateError(f"layer {spec.layer_id}: a window layer has no entries")
+        return self.past.entries[spec.kv_owner].length
 
     def window_rows(self, layer: int, rows: Tensor) -> Tensor:
         """Return the earlier rows that a window can reach, then `rows` [1, T, D]."""
@@ -76,7 +80,7 @@ class Continuation:
         returns  [1, M, r, 2, D]
         """
         kept = self.past.open_groups[spec.layer_id]
-        needed = self._stored_entries(spec.ratio) * spec.ratio
+        needed = self._stored_entries(spec) * spec.ratio
         own_start = self.start
         joined = rows[0]
         if kept.rows is not None and kept.stop == self.start:
@@ -93,7 +97,7 @@ class Continuation:
 
     def new_token_rows(self, spec: LayerSpec, x: Tensor) -> Tensor:
         """Return the rows of x [1, T, C] whose ratio-1 entries are not stored yet."""
-        stored = self._stored_entries(spec.ratio)
+        stored = self._stored_entries(spec)
         return x[:, max(0, min(stored - self.start, x.shape[1])) :]
 
     def append(self, layer: int, entries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:

@@ -66,7 +66,7 @@ class Indexer(nn.Module):
         if spec.pool is PoolUse.BUILDS and tokens:
             state.pool_blocks = torch.cat(pools, dim=1)
             if state.trace is not None:
-                visible = state.groups(spec.ratio).visible.unsqueeze(-1)
+                visible = state.groups(spec).visible.unsqueeze(-1)
                 inside = pool_mask(state.pool_blocks, num_keys, c.candidate_block_size)
                 inside &= torch.arange(num_keys, device=q.device) < visible
                 state.note(f"candidates.{spec.layer_id}", inside)
@@ -75,7 +75,7 @@ class Indexer(nn.Module):
 
     def _scores(self, q, weights, keys, rows: slice, state: ForwardState) -> Tensor:
         """Return scores [B, C, M] with entries numbered from each document's start."""
-        groups, ops = state.groups(self.spec.ratio), self.parts.ops
+        groups, ops = state.groups(self.spec), self.parts.ops
         visible = groups.visible[:, rows]
         last = int((groups.first[:, rows] + visible).max()) if visible.numel() else 0
         scores = ops.index_scores(q, weights, keys[:, :last])
@@ -92,7 +92,7 @@ class Indexer(nn.Module):
 
     def _select(self, scores: Tensor, rows: slice, state: ForwardState):
         c, ops, spec = self.parts.config, self.parts.ops, self.spec
-        groups = state.groups(spec.ratio)
+        groups = state.groups(spec)
         num_keys = state.index_keys[spec.kv_owner].shape[1]
         blocks = None
         if spec.pool is PoolUse.BUILDS:

@@ -96,17 +96,19 @@ class ForwardState:
     stale_keys: Tensor | None = None
     stale_rows: Tensor | None = None
     layer_tokens: dict[int, int] = field(default_factory=dict)
-    _groups: dict[int, Groups] = field(default_factory=dict)
+    _groups: dict[tuple, Groups] = field(default_factory=dict)
     _rotations: dict[tuple, Tensor] = field(default_factory=dict)
 
-    def groups(self, ratio: int) -> Groups:
-        if ratio not in self._groups:
-            self._groups[ratio] = (
-                self.packing.groups(ratio)
+    def groups(self, spec: LayerSpec) -> Groups:
+        """Return the compression groups of the KV owner that a layer reads."""
+        key = (spec.ratio, None if self.continuation is None else spec.kv_owner)
+        if key not in self._groups:
+            self._groups[key] = (
+                self.packing.groups(spec.ratio)
                 if self.continuation is None
-                else self.continuation.groups(ratio, self.packing.positions)
+                else self.continuation.groups(spec, self.packing.positions)
             )
-        return self._groups[ratio]
+        return self._groups[key]
 
     def token_rotation(self, spec: LayerSpec) -> Tensor:
         """Return the rotation at each token's position, [2, B, T, R/2]."""
@@ -118,9 +120,9 @@ class ForwardState:
 
     def entry_rotation(self, spec: LayerSpec) -> Tensor:
         """Return the rotation at the first token of each entry's group, [2, B, M, R/2]."""
-        key = (spec.rope, spec.ratio)
+        key = (spec.rope, spec.ratio, spec.kv_owner)
         if key not in self._rotations:
-            positions = self.groups(spec.ratio).positions
+            positions = self.groups(spec).positions
             self._rotations[key] = rope_rotation(positions, self.frequencies[spec.rope])
         return self._rotations[key]
 

@@ -64,6 +64,16 @@ def test_generate_continues_the_prompt_the_same_way_twice(run_folder, capsys):
     assert texts[0].splitlines()[1].startswith("import os")
 
 
+def test_generate_keeps_its_state_in_a_file(run_folder, tmp_path, capsys):
+    arguments = ["generate", "--model", str(run_folder / "checkpoint"), "--prompt", "import os"]
+    arguments += ["--max-new-tokens", "4", "--prefill", "bounded"]
+    assert cli.main([*arguments, "--state-file", str(tmp_path / "state")]) == 0
+    assert cli.main(["inspect", "--state", str(tmp_path / "state")]) == 0
+    assert "state after 8 tokens" in capsys.readouterr().out  # 5 of the prompt and 3 fed back
+    assert cli.main([*arguments, "--state-file", str(tmp_path / "no" / "state")]) == 1
+    assert f"--state-file: no folder {tmp_path / 'no'}" in capsys.readouterr().err
+
+
 def test_generate_in_release_numerics_runs(run_folder, capsys):
     arguments = ["generate", "--model", str(run_folder / "checkpoint"), "--prompt", "a"]
     assert cli.main([*arguments, "--max-new-tokens", "2", "--numerics", "release"]) == 0

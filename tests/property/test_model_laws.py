@@ -51,7 +51,7 @@ def test_a_prefix_gives_the_logits_of_the_whole(tokens, data):
     torch.testing.assert_close(logits(unit_model(), ids[:, :cut]), whole[:, :cut], **CLOSE)
 
 
-def test_a_prefix_is_exact_with_cache_rounding():
+def test_with_cache_rounding_a_prefix_moves_by_a_bin_at_most():
     model = unit_model(Numerics(), REFERENCE)
     ids = token_ids(1, 50)
     part, whole = logits(model, ids[:, :31]), logits(model, ids)[:, :31]

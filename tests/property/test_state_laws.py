@@ -125,10 +125,67 @@ def test_exact_prefill_in_any_chunks_then_decode_equals_the_whole(whole, data):
     torch.testing.assert_close(got, whole[tokens : tokens + W + 4], **CLOSE)
 
 
+@pytest.mark.parametrize("tokens", [1, W, TAIL - 1, TAIL, TAIL + 1, TAIL + 8, 2 * TAIL + 1])
+@pytest.mark.parametrize("spare", [0, 8])
+def test_exact_prefill_around_the_tail_equals_the_whole(whole, tokens, spare):
+    state = fresh_state(MODEL, max_rollback=spare)
+    prefill = Prefill(MODEL, state, mode="exact")
+    prefill.feed(IDS[:, :tokens])
+    torch.testing.assert_close(MODEL.logits(prefill.finish())[0], whole[tokens - 1], **CLOSE)
+    got = steps(state, IDS[:, tokens : tokens + W + 2], range(1, W + 2))
+    torch.testing.assert_close(got, whole[tokens : tokens + W + 2], **CLOSE)
+
+
+@pytest.mark.parametrize("ratios", [(0, 1, 1, 1, 1, 1, 1, 1), (0, 2, 2, 2, 2, 2, 2, 2)])
+@pytest.mark.parametrize("mode", ["full", "exact"])
+def test_halves_of_one_ratio_prefill_like_any_other(ratios, mode):
+    # The encoder's owners are ahead of the decoder's while a prefill is open.
+    model = unit_model(compress_ratios=ratios)
+    with torch.no_grad():
+        want = model(IDS[:, :60])[0]
+    state = fresh_state(model)
+    prefill = Prefill(model, state, mode=mode)
+    prefill.feed(IDS[:, :30])
+    prefill.feed(IDS[:, 30:41])
+    torch.testing.assert_close(model.logits(prefill.finish())[0], want[40], **CLOSE)
+    got = model.logits(forward_step(model, state, IDS[:, 41:60]))[0]
+    torch.testing.assert_close(got, want[41:], **CLOSE)
+    assert {layer: rows.length for layer, rows in state.entries.items()} == dict.fromkeys(
+        (1, 3, 4), 60 // ratios[1]
+    )
+
+
+@pytest.mark.parametrize("back", [1, 3, 8])
+@pytest.mark.parametrize("decoded", [0, 1, 9])
+def test_rollback_may_go_back_into_an_exact_prefill(whole, back, decoded):
+    state = fresh_state(MODEL)
+    prefill = Prefill(MODEL, state, mode="exact")
+    prefill.feed(IDS[:, :80])
+    prefill.finish()
+    if decoded:
+        steps(state, IDS[:, 80 : 80 + decoded], range(1, decoded))
+    state.rollback(back)
+    start = 80 + decoded - back
+    got = steps(state, IDS[:, start : start + 10], [4])
+    torch.testing.assert_close(got, whole[start : start + 10], **CLOSE)
+
+
+def test_global_kv_goes_through_bytes_and_replay_to_the_whole(whole):
+    # Case 47: a restart with nothing but what a disk cache holds.
+    state = fresh_state(MODEL)
+    steps(state, IDS[:, :71], [])
+    blob = state.global_only().to_bytes()
+    held = SequenceState.from_bytes(blob, C, str(MODEL.numerics))
+    prefill = Prefill(MODEL, held, mode="exact")
+    prefill.replay(IDS[:, :71])
+    prefill.feed(IDS[:, 71:80])
+    torch.testing.assert_close(MODEL.logits(prefill.finish())[0], whole[79], **CLOSE)
+
+
 @pytest.mark.parametrize("tokens", [TAIL - 1, TAIL, TAIL + 1, 2 * TAIL + 1])
 @pytest.mark.parametrize("mode", MODES)
 def test_layer_tokens_counted_equal_layer_tokens_computed(mode, tokens):
-    prefill = Prefill(MODEL, fresh_state(MODEL), mode=mode)
+    prefill = Prefill(MODEL, fresh_state(MODEL, max_rollback=0), mode=mode)
     prefill.feed(IDS[:, :tokens])
     prefill.finish()
     decoder = {"full": tokens, "exact": min(tokens, TAIL), "bounded": min(tokens, W)}[mode]
@@ -140,7 +197,7 @@ def test_exact_tail_is_the_layer_tables_and_is_tight(whole):
     assert exact_encoder_rows(C) == FIELD
     errors = {}
     for rows in (TAIL, TAIL - W):
-        state = fresh_state(MODEL)
+        state = fresh_state(MODEL, max_rollback=0)
         prefill = Prefill(MODEL, state, mode="exact")
         prefill.rows_kept = rows
         prefill.feed(IDS[:, :140])
@@ -255,19 +312,21 @@ def test_prefill_continues_a_conversation(whole):
     prefill.feed(IDS[:, 70:75])
     prefill.feed(IDS[:, 75:110])
     torch.testing.assert_close(MODEL.logits(prefill.finish())[0], whole[109], **CLOSE)
-    assert prefill.layer_tokens[7] == TAIL
+    assert prefill.layer_tokens[7] == TAIL + 8  # eight spare rows for rollback
     got = steps(state, IDS[:, 110:120], [4])
     torch.testing.assert_close(got, whole[110:120], **CLOSE)
 
 
-def test_cache_rounding_keeps_almost_every_logit():
+def test_with_cache_rounding_few_rows_cross_a_bin():
     model = unit_model(Numerics())
     with torch.no_grad():
         want = model(IDS[:, :100])[0]
     state, out = fresh_state(model), []
     for n in range(0, 100, 5):
         out.append(model.logits(forward_step(model, state, IDS[:, n : n + 5]))[0])
-    moved = (torch.cat(out) - want).abs().amax(-1) > 1e-4
-    assert moved.float().mean() < 0.5
+    # Measured: 16 % of rows move, by at most 1.5e-3; logits have a deviation of about 1.
+    moved = (torch.cat(out) - want).abs().amax(-1)
+    assert (moved > 1e-4).float().mean() < 0.3
+    assert moved.max() < 0.05
     with pytest.raises(StateError, match="numerics"):
         forward_step(MODEL, state, IDS[:, :1])

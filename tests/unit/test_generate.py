@@ -10,6 +10,7 @@ from finwhale.engine.generate import (
     next_token_probabilities,
 )
 from finwhale.engine.prefill import exact_decoder_rows
+from finwhale.model import Numerics
 from tests.models import token_ids, unit_model
 
 MODEL = unit_model()
@@ -22,6 +23,13 @@ def test_cached_tokens_equal_uncached_tokens(prompt, options):
     cached = list(generate(MODEL, prompt, max_new_tokens=12, **options))
     assert cached == list(generate_uncached(MODEL, prompt, max_new_tokens=12, **options))
     assert cached == list(generate(MODEL, prompt, max_new_tokens=12, prefill="full", **options))
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "seed": 5}])
+def test_cached_tokens_equal_uncached_tokens_with_cache_rounding(options):
+    model = unit_model(Numerics())
+    cached = list(generate(model, PROMPT, max_new_tokens=24, **options))
+    assert cached == list(generate_uncached(model, PROMPT, max_new_tokens=24, **options))
 
 
 def test_seeds_differ_and_repeat():
@@ -72,6 +80,7 @@ def test_probabilities_by_hand():
     assert next_token_probabilities(logits, 1.0, 1.0).tolist() == pytest.approx([0.4, 0.2, 0.4])
     assert next_token_probabilities(logits, 1.0, 0.5).tolist() == pytest.approx([0.5, 0, 0.5])
     assert next_token_probabilities(logits, 1.0, 0.01).tolist() == [1, 0, 0]
+    assert next_token_probabilities(logits, 1e-45, 1.0).tolist() == [0.5, 0, 0.5]
     # Temperature 0.5 squares the odds: 4 : 1 : 4.
     assert next_token_probabilities(logits, 0.5, 1.0).tolist() == pytest.approx(
         [4 / 9, 1 / 9, 4 / 9]
@@ -86,12 +95,14 @@ def test_probabilities_by_hand():
         ({"temperature": -1.0}, "temperature: got -1.0"),
         ({"top_p": 0.0}, "top_p: got 0.0"),
         ({"top_p": 1.5}, "top_p: got 1.5"),
+        ({"temperature": float("nan")}, "temperature: got nan"),
+        ({"max_new_tokens": -1}, "max_new_tokens: got -1"),
     ],
 )
 def test_bad_options_are_refused(form, options, message):
-    options = {"ids": PROMPT, **options}
+    options = {"ids": PROMPT, "max_new_tokens": 1, **options}
     with pytest.raises(ValueError, match=message):
-        list(form(MODEL, max_new_tokens=1, **options))
+        list(form(MODEL, **options))
 
 
 def test_damage_stops_the_stream():

@@ -47,7 +47,7 @@ def test_a_failed_step_changes_nothing():
         forward_step(MODEL, state, torch.tensor([[5, 512]]))
     broken = build(preset("unit"))
     broken.layers[5].ffn_norm.weight.data.fill_(float("nan"))
-    with pytest.raises(ValueError, match="position 20"):
+    with pytest.raises(ValueError, match="layer 5: streams are not finite at position 20"):
         forward_step(broken, state, IDS[:, 20:25])
     assert state.to_bytes() == before
     a = forward_step(MODEL, state, IDS[:, 20:25])
@@ -114,8 +114,13 @@ def test_global_kv_alone_must_be_replayed_first():
         prefill.feed(IDS[:, 30:31])
     with pytest.raises(StateError, match=r"expected \(1, 30\)"):
         prefill.replay(IDS[:, :29])
-    with pytest.raises(ValueError, match="rows: got 0"):
+    with pytest.raises(ValueError, match="rows: got 0, expected at least 30 in mode 'exact'"):
         prefill.replay(IDS[:, :30], 0)
+    with pytest.raises(ValueError, match="rows: got 29"):
+        prefill.replay(IDS[:, :30], 29)
+    # Case 46: a prefix is known by its token ids, not by its length.
+    with pytest.raises(StateError, match="the ids are not those"):
+        prefill.replay(IDS[:, 1:31])
     with pytest.raises(ValueError, match="needs no state"):
         Prefill(MODEL, stepped(30).global_only(), mode="full").replay(IDS[:, :30])
 
@@ -173,6 +178,36 @@ def test_states_of_other_models_and_damaged_bytes_are_refused():
     ):
         with pytest.raises(StateError, match="state:"):
             SequenceState.from_bytes(damaged, C, str(MODEL.numerics))
+
+
+def test_one_flipped_bit_and_a_missing_fact_are_refused():
+    blob = bytearray(stepped(20).to_bytes())
+    blob[-5] ^= 1
+    with pytest.raises(StateError, match="damaged"):
+        SequenceState.from_bytes(bytes(blob), C, str(MODEL.numerics))
+    blob = stepped(20).to_bytes().replace(b"max_rollback", b"max_rollbacc")
+    with pytest.raises(StateError, match="lacks 'max_rollback'"):
+        SequenceState.from_bytes(blob, C, str(MODEL.numerics))
+
+
+def test_damage_in_a_chunk_leaves_the_prefill_usable():
+    state = fresh_state(MODEL)
+    prefill = Prefill(MODEL, state)
+    prefill.feed(IDS[:, :10])
+    weight = MODEL.layers[2].attn_norm.weight.data
+    kept = weight.clone()
+    weight.fill_(float("nan"))
+    try:
+        with pytest.raises(ValueError, match="layer 2: streams are not finite at position 10"):
+            prefill.feed(IDS[:, 10:20])
+    finally:
+        weight.copy_(kept)
+    prefill.feed(IDS[:, 10:20])
+    hidden = prefill.finish()
+    other = Prefill(MODEL, fresh_state(MODEL))
+    other.feed(IDS[:, :10])
+    other.feed(IDS[:, 10:20])
+    assert torch.equal(hidden, other.finish())
 
 
 def test_a_state_whose_parts_disagree_is_refused():
