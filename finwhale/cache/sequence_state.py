@@ -289,7 +289,7 @@ def _payload_digest(tensors: dict[str, Tensor]) -> str:
     """Return the SHA-256 of all tensor bytes, in the order of their names."""
     digest = hashlib.sha256()
     for _, tensor in sorted(tensors.items()):
-        digest.update(tensor.contiguous().view(torch.uint8).numpy())
+        digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
