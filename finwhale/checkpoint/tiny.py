@@ -33,8 +33,11 @@ from finwhale.checkpoint.toy_tokenizer import (
 from finwhale.config.model import ModelConfig
 from finwhale.config.presets import with_compressed_vocab
 from finwhale.model import Backbone, Numerics
+from finwhale.model.stale_slot import stale_slot_logits
 
 GREEDY_TOKENS = 16
+# Decoded tokens of the stale-slot vector: open groups and complete ones.
+STALE_STEPS = 7
 
 
 def write_tiny(
@@ -80,7 +83,13 @@ def write_tiny(
             "numerics": {
                 "logits": "mode dequant, float32, cache rounding on",
                 "logits_no_cache_rounding": "mode dequant, float32, cache rounding off",
-                "greedy_ids": "argmax of the former, whole forward per token",
+                "logits_stale_slot": "as logits_no_cache_rounding",
+                "greedy_ids": "argmax of logits, whole forward per token",
+            },
+            "index_key_rule": {
+                "logits_stale_slot": "stale slot (D08), prefill "
+                f"{max(1, prompt_tokens - STALE_STEPS)} tokens, then one by one",
+                "all others": "the owner's own keys",
             },
             "expected": {
                 name: {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
@@ -111,12 +120,16 @@ def expected_answers(folder: Path, ids: Tensor) -> dict[str, Tensor]:
 
     input_ids [1, T], logits and logits_no_cache_rounding [1, T, V] fp32, greedy_ids [G] and
     the logits that chose them, greedy_logits [G, V]; engram_rows.L [1, T, J], the table rows
-    that layer L reads.
+    that layer L reads. logits_stale_slot [1, T, V], without cache rounding, is the shipped
+    reference's rule for index keys (D08) with the last STALE_STEPS tokens decoded one by one; it
+    differs from the owner's rule once an encoder layer has more entries than it selects.
     """
     answers: dict[str, Tensor] = {"input_ids": ids}
     with torch.no_grad():
         exact = load_model(folder, numerics=Numerics(cache_rounding=False)).model
         answers["logits_no_cache_rounding"] = exact(ids)
+        prefill_tokens = max(1, ids.shape[1] - STALE_STEPS)
+        answers["logits_stale_slot"] = stale_slot_logits(exact, ids, prefill_tokens)
         del exact
         model = load_model(folder, numerics=Numerics()).model
         trace: dict[str, Tensor] = {}

@@ -66,6 +66,7 @@ class Attention(nn.Module):
             c.sliding_window,
         )
         out = ops.apply_rope(out, rotation, inverse=True)
+        # D10: wo_a reads bf16, its input is not rounded to FP8.
         grouped = out.flatten(-2).unflatten(-1, (c.o_groups, -1))  # [B, T, G, H/G * D]
         return self.wo_b(ops.grouped_linear(grouped, self.wo_a.weight))
 

@@ -3,7 +3,7 @@
 One selection per query serves all its heads, and all Reuse layers after it. Scores are made in
 query slices under a memory budget, so a long context never needs a [T, M] score matrix times the
 heads. No gradient flows through a hard selection: the indexer is frozen by the language-model
-loss. Source: spec/backbone.md section 5.
+loss (D09). Source: spec/backbone.md section 5.
 """
 
 from __future__ import annotations

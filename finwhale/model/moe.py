@@ -73,6 +73,7 @@ class MoE(nn.Module):
         tokens, sorted_weights = order // ids.shape[-1], weights.flatten()[order]
         counts = torch.bincount(ids.flatten(), minlength=len(self.experts)).tolist()
         start = 0
+        # D12: ascending expert id, fp32 sum, the shared expert last, one rounding.
         for expert, count in zip(self.experts, counts, strict=True):
             if count:
                 own = tokens[start : start + count]

@@ -30,6 +30,7 @@ def ceil_power_of_two(x: Tensor) -> Tensor:
     """
     bits = x.float().contiguous().view(torch.int32)
     exponent = (bits >> 23) & 0xFF
+    # D11: beyond 2^127 the code saturates; 255 would read back as NaN.
     return (exponent + ((bits & 0x7FFFFF) != 0).int()).clamp(max=254).to(torch.uint8)
 
 

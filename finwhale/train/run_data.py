@@ -74,6 +74,11 @@ def prepare_data(run: RunConfig, out: Path) -> RunData:
     file = Path(run.data.tokenizer) if run.data.tokenizer else out / "tokenizer.json"
     is_recorded = (out / RUN_FILE).exists() and file.exists()
     if run.data.tokenizer is None and not is_recorded:
+        if file.exists() and not (out / RUN_FILE).exists():
+            raise ConfigError(
+                f"{file}: is there already and belongs to no run; choose another folder, or name "
+                "it with --set data.tokenizer=FILE"
+            )
         train_tokenizer((document.text for document in corpus.train), vocab_size, file)
     tokenizer = Tokenizer.from_file(file)
     if tokenizer.vocab_size != vocab_size:

@@ -228,3 +228,13 @@ def test_demo_goes_from_text_to_a_loaded_checkpoint(library, tmp_path):
     assert re.search(r"wrote .*checkpoint: \d+ tensors", shown.replace("\n", " "))
     assert (tmp_path / "checkpoint" / "tokenizer.json").exists()
     assert report.reloaded_bpb == pytest.approx(report.result.validation_bpb, rel=0.05)
+
+
+@pytest.mark.slow
+def test_demo_recipe_beats_the_token_unigram_by_far(tmp_path):
+    # Without Engram and attention a bigram is all there is to learn; 0.3 bits is the promise.
+    from recipes.pretrain import demo_cpu
+
+    result = train(demo_cpu(), tmp_path)
+    unigram = next(b for b in result.baselines if b.name == "token unigram")
+    assert result.validation_bpb < unigram.bits_per_byte - 0.3

@@ -191,6 +191,32 @@ def test_experts_output_is_the_weighted_sum_of_the_chosen():
     torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
 
 
+def test_experts_are_summed_in_ascending_order_and_rounded_once():
+    # D12. 2^24 - 2^24 + (1 + 2^-8) keeps the last term in this order alone; with the shared
+    # expert's 2^-8 it is 1 + 2^-7, which bf16 holds. Rounding before that sum would lose both.
+    config = preset("unit")
+    text = replace(config.text_config, n_routed_experts=3, num_experts_per_tok=3)
+    model = build(replace(config, text_config=text), Numerics(dtype=torch.bfloat16))
+    ffn = model.layers[0].ffn
+    values = {0: 2.0**24, 1: -(2.0**24), 2: 1 + 2.0**-8}
+
+    class Constant(torch.nn.Module):
+        def __init__(self, value):
+            super().__init__()
+            self.value = value
+
+        def forward(self, x, weight=None):
+            return torch.full(x.shape, self.value, dtype=torch.float32)
+
+    ffn.experts = torch.nn.ModuleList(Constant(v) for v in values.values())
+    ffn.shared_experts = Constant(2.0**-8)
+    ffn.gate.bias.copy_(torch.tensor([1.0, 2.0, 3.0]))  # routing order 2, 1, 0
+    ids = token_ids(1, 4)
+    with torch.no_grad():
+        y = ffn(torch.randn(1, 4, 64).bfloat16(), model.forward_state(ids))
+    assert torch.equal(y, torch.full((1, 4, 64), 1 + 2.0**-7).bfloat16())
+
+
 def test_release_numerics_are_bf16_by_definition():
     with pytest.raises(ValueError, match=r"numerics.dtype.*bfloat16"):
         Numerics(mode="release")
