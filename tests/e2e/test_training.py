@@ -232,7 +232,6 @@ def test_demo_goes_from_text_to_a_loaded_checkpoint(library, tmp_path):
 
 @pytest.mark.slow
 def test_demo_recipe_beats_the_token_unigram_by_far(tmp_path):
-    # Without Engram and attention a bigram is all there is to learn; 0.3 bits is the promise.
     from recipes.pretrain import demo_cpu
 
     result = train(demo_cpu(), tmp_path)
