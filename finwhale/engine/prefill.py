@@ -161,7 +161,7 @@ class Prefill:
             raise StateError("prefill: already finished")
         if self.state.needs_replay:
             raise StateError("feed: only global KV is here; replay the prefix first")
-        self.model.check_ids(ids)
+        self.model.check_ids(ids, self.state.num_tokens)
         if ids.shape[0] != 1 or not ids.shape[1]:
             raise ValueError(f"ids: got {tuple(ids.shape)}, expected one row of at least one token")
         state = self.state

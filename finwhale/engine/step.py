@@ -63,7 +63,7 @@ def forward_step(
     Raises StateError for an open prefill or a state of another model, ValueError for bad ids.
     """
     check_fits(model, state)
-    model.check_ids(ids)
+    model.check_ids(ids, state.num_tokens)
     if ids.shape[0] != 1 or not ids.shape[1]:
         raise ValueError(f"ids: got {tuple(ids.shape)}, expected one row of at least one token")
     state.check_ready("step")

@@ -132,14 +132,22 @@ class Backbone(nn.Module):
         state.note(f"streams.{len(self.specs)}", streams)
         return self.collapsed(streams, pre)
 
-    def check_ids(self, ids: Tensor) -> None:
-        """Raise ValueError unless ids is [B, T] int64 inside the vocabulary."""
+    def check_ids(self, ids: Tensor, start: int = 0) -> None:
+        """Raise ValueError unless ids is [B, T] int64 inside vocabulary and context length.
+
+        start  position of the first token
+        """
         vocab = self.config.text_config.vocab_size
+        longest = self.config.text_config.max_position_embeddings
         if ids.dim() != 2 or ids.dtype != torch.int64:
             raise ValueError(f"ids: got {tuple(ids.shape)} {ids.dtype}, expected [B, T] int64")
         if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
             raise ValueError(
                 f"ids: range {int(ids.min())}..{int(ids.max())}, expected 0..{vocab - 1}"
+            )
+        if start + ids.shape[1] > longest:
+            raise ValueError(
+                f"ids: {start + ids.shape[1]} tokens, but max_position_embeddings is {longest}"
             )
 
     def embed_streams(self, ids: Tensor) -> tuple[Tensor, Tensor]:

@@ -255,6 +255,26 @@ def test_bad_ids_are_refused(ids, message):
         unit_model()(ids)
 
 
+def test_contexts_beyond_the_configured_length_are_refused():
+    from finwhale.cache.sequence_state import fresh_state
+    from finwhale.engine.prefill import Prefill
+    from finwhale.engine.step import forward_step
+
+    model = unit_model(max_position_embeddings=20)
+    message = "21 tokens, but max_position_embeddings is 20"
+    model(token_ids(1, 20))
+    with pytest.raises(ValueError, match=message):
+        model(token_ids(1, 21))
+    state = fresh_state(model)
+    forward_step(model, state, token_ids(1, 20))
+    for call in (
+        lambda: forward_step(model, state, token_ids(1, 1)),
+        lambda: Prefill(model, state).feed(token_ids(1, 1)),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
 def test_bad_layouts_and_maps_are_refused():
     with pytest.raises(ValueError, match="row 0 has lengths"):
         Packing.from_lengths([[0, 4]])
