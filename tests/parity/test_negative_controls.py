@@ -327,7 +327,7 @@ def test_parity_fails_with_index_keys_from_the_rotated_latent(monkeypatch):
 
 def test_parity_fails_with_entries_rotated_at_their_last_token(monkeypatch):
     def at_the_last(self, spec):
-        positions = self.groups(spec.ratio).positions + spec.ratio - 1
+        positions = self.groups(spec).positions + spec.ratio - 1
         return rope_rotation(positions, self.frequencies[spec.rope])
 
     monkeypatch.setattr(ForwardState, "entry_rotation", at_the_last)
