@@ -27,6 +27,7 @@ class PerToken:
     """`logits(ids)` [T, V] of a Backbone's weights."""
 
     def __init__(self, model):
+        self.slot, self.decode_start, self.left_in_slot = None, 0, None
         self.c = model.config.text_config
         self.w = {k: v.double().numpy() for k, v in model.state_dict().items()}
         self.token_map = model.token_map.tolist()
@@ -132,13 +133,11 @@ class PerToken:
         q = [self.rotate(h, t, spec.rope) for h in q]
         weights = w[f"{a}.weights_proj.weight"] @ x / math.sqrt(c.index_head_dim * c.index_n_heads)
         visible = (t + 1) // spec.ratio
+        keys = [key for _, key in entries]
+        if self.slot is not None and spec.ratio == 2 and t >= self.decode_start and t % 2 == 0:
+            keys = self.slot
         scores = [
-            float(
-                sum(
-                    wh * max(0.0, float(h @ entries[j][1]))
-                    for wh, h in zip(weights, q, strict=True)
-                )
-            )
+            float(sum(wh * max(0.0, float(h @ keys[j])) for wh, h in zip(weights, q, strict=True)))
             for j in range(visible)
         ]
         allowed = range(visible)
@@ -190,6 +189,15 @@ class PerToken:
             y = y + swiglu(f"{f}.experts.{e}", score[e] / total * c.routed_scaling_factor)
         return y
 
+    def stale_slot_logits(self, ids, prefill):
+        """Section 5.6: rows of a prompt of `prefill` tokens, then of one decoded token at a time."""
+        self.slot, self.decode_start = None, prefill
+        rows = [self.logits(ids[:prefill])]
+        for length in range(prefill + 1, len(ids) + 1):
+            self.slot = self.left_in_slot
+            rows.append(self.logits(ids[:length])[-1:])
+        return np.concatenate(rows)
+
     def logits(self, ids):
         c, w = self.c, self.w
         streams = [np.tile(w["embed.weight"][i], (c.hc_mult, 1)) for i in ids]
@@ -210,6 +218,7 @@ class PerToken:
                 if spec.half is Half.DECODER and c.ced_kv_from == "encoder_output":
                     source = [rms(z, norm, c.rms_norm_eps) for z in leaving]
                 entries[layer] = self.make_entries(spec, source)
+                self.left_in_slot = [key for _, key in entries[layer]]
             windows = [
                 self.rotate(
                     rms(w[f"{a}.wkv.weight"] @ x, w[f"{a}.kv_norm.weight"], c.rms_norm_eps),

@@ -72,7 +72,7 @@ class RecentRows:
         return self.stop - (0 if self.rows is None else self.rows.shape[0])
 
     def last(self, start: int) -> Tensor | None:
-        """Return the rows from position `start` on, fewer if they are gone; None if none are."""
+        """Return the rows from position `start` on, fewer if some are gone; None before the first write."""
         if self.rows is None:
             return None
         return self.rows[max(0, start - self.start) :]
@@ -80,7 +80,8 @@ class RecentRows:
     def replaced(self, rows: Tensor, stop: int) -> RecentRows:
         """Return new RecentRows with `rows` ending at `stop`, cut to the capacity."""
         other = RecentRows(self.capacity)
-        other.rows, other.stop = rows[-self.capacity :].clone(), stop
+        # Not rows[-capacity:], which at capacity 0 is everything.
+        other.rows, other.stop = rows[max(0, rows.shape[0] - self.capacity) :].clone(), stop
         return other
 
     def truncate(self, stop: int) -> None:

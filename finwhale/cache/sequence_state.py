@@ -45,7 +45,7 @@ def config_digest(config: TextConfig) -> str:
 class SequenceState:
     """The state of one sequence; see the table above.
 
-    max_rollback        tokens that can be taken back at any time (draft tokens, for instance)
+    max_rollback        tokens that can be taken back after a step (draft tokens, for instance)
     num_tokens          tokens whose encoder rows and global KV are in
     num_decoder_tokens  tokens that the decoder's windows reach to; equal unless a prefill is open
     needs_replay        only global KV is here: windows must be rebuilt before anything else

@@ -111,8 +111,8 @@ class Continuation:
     def commit_layers(self) -> None:
         """Make the staged windows, open groups and entries part of the sequence."""
         for layer, kept in self._windows.items():
-            if self.keep_rows is not None:
-                kept.rows = kept.rows[-self.keep_rows :]
+            if self.keep_rows is not None and kept.rows is not None:
+                kept.rows = kept.rows[max(0, kept.rows.shape[0] - self.keep_rows) :]
             self.past.window[layer] = kept
         self.past.open_groups.update(self._open_groups)
         for layer in self._written:

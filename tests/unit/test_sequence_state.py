@@ -242,6 +242,23 @@ def test_growing_rows_do_not_count_before_commit():
     assert rows.view().tolist() == [[1, 1]]
 
 
+def test_recent_rows_of_capacity_zero_keep_nothing():
+    assert RecentRows(0).replaced(torch.ones(5, 1), 5).rows.shape == (0, 1)
+
+
+def test_a_window_of_one_row_holds_no_earlier_rows():
+    model = unit_model(sliding_window=1)
+    with torch.no_grad():
+        want = model(IDS[:, :40])[0]
+    state = fresh_state(model, max_rollback=0)
+    prefill = Prefill(model, state)
+    prefill.feed(IDS[:, :20])
+    torch.testing.assert_close(model.logits(prefill.finish())[0], want[19], rtol=0, atol=5e-5)
+    got = model.logits(forward_step(model, state, IDS[:, 20:40]))[0]
+    torch.testing.assert_close(got, want[20:], rtol=0, atol=5e-5)
+    assert state.num_bytes()["window_kv"] == 0
+
+
 def test_recent_rows_keep_the_last():
     rows = RecentRows(3)
     assert rows.last(0) is None
