@@ -190,7 +190,7 @@ class PerToken:
         return y
 
     def stale_slot_logits(self, ids, prefill):
-        """Section 5.6: rows of a prompt of `prefill` tokens, then of one decoded token at a time."""
+        """Section 5.6: logits of `prefill` prompt tokens, then of one decoded token at a time."""
         self.slot, self.decode_start = None, prefill
         rows = [self.logits(ids[:prefill])]
         for length in range(prefill + 1, len(ids) + 1):

@@ -72,7 +72,7 @@ class RecentRows:
         return self.stop - (0 if self.rows is None else self.rows.shape[0])
 
     def last(self, start: int) -> Tensor | None:
-        """Return the rows from position `start` on, fewer if some are gone; None before the first write."""
+        """Return the rows from position `start` on, as far as held; None before the first write."""
         if self.rows is None:
             return None
         return self.rows[max(0, start - self.start) :]
