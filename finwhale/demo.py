@@ -112,7 +112,7 @@ def _continue(
     model, result: TrainResult, prompt: str, max_new_tokens: int, console: Console
 ) -> str:
     """Print the prompt and its continuation piece by piece; return the continuation."""
-    tokenizer = result.data.tokenizer
+    tokenizer = result.data.text[0]
     ids = [tokenizer.bos_id, *tokenizer.encode(prompt)]
     stream, stats = tokenizer.stream(skip_hidden=True), GenerationStats()
     pieces = []

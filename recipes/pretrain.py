@@ -52,3 +52,29 @@ def unit_smoke() -> RunConfig:
         eval_every=4,
         save_every=3,
     )
+
+
+def nano_gpu() -> RunConfig:
+    """The preset `nano` on one GPU in minutes, on tokenised shards: for ablations.
+
+    Shards and tokenizer come from `finwhale corpus`, `train-tokenizer` and `shards`.
+    """
+    return RunConfig(
+        model=nano(),
+        data=DataConfig(
+            corpus="data/shards",
+            tokenizer="data/tokenizer.json",
+            train_bytes=200_000_000,
+            validation_bytes=1_000_000,
+        ),
+        optim=OptimConfig(lr=2e-3, balance_rate=0.003),
+        schedule=ScheduleConfig(steps=1000, warmup_steps=50, min_ratio=0.1, shape="report"),
+        batch_rows=16,
+        micro_batch_rows=16,
+        sequence_length=512,
+        cache_rounding=False,
+        device="cuda",
+        precision="bf16",
+        eval_every=250,
+        save_every=500,
+    )

@@ -25,12 +25,24 @@ def _require(ok: bool, name: str, got: object, want: str) -> None:
         raise ConfigError(f"{name}: got {got!r}, expected {want}")
 
 
+def _one_of(name: str, got: str, known: tuple[str, ...]) -> None:
+    _require(got in known, name, got, f"one of {', '.join(known)}")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
-    """What is read. Sizes are caps in bytes of text."""
+    """What is read. Sizes are caps in bytes of text.
 
-    # "stdlib" is the Python installation's own library; anything else is a folder of text files.
+    corpus  "stdlib": the Python installation's own library. "task:NAME": generated examples (see
+            finwhale.data.long_tasks). A folder of tokenised shards, or a folder of text files.
+    """
+
     corpus: str = "stdlib"
+    # Rows that a task generates for training; validation has a sixteenth of it.
+    task_rows: int = 4096
+    task_seed: int = 0
+    # Options of the generator, as in num_pairs=16.
+    task_options: tuple[str, ...] = ()
     train_bytes: int = 6_000_000
     validation_bytes: int = 200_000
     # A tokenizer.json; None trains a byte-level BPE of the model's vocabulary on the corpus.
@@ -40,41 +52,123 @@ class DataConfig:
         _require(bool(self.corpus), "data.corpus", self.corpus, "'stdlib' or a folder")
         for name in ("train_bytes", "validation_bytes"):
             _require(getattr(self, name) > 0, f"data.{name}", getattr(self, name), "above 0")
+        for option in self.task_options:
+            _require("=" in option, "data.task_options", option, "NAME=NUMBER")
+        _require(self.task_seed >= 0, "data.task_seed", self.task_seed, "at least 0")
+        _require(self.task_rows > 0, "data.task_rows", self.task_rows, "above 0")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimConfig:
-    """AdamW. Norms, biases, sinks and scales get no weight decay."""
+    """Who updates which parameter, and how fast.
 
+    scheme  "report": Muon for matrices, momentum with Sinkhorn balancing for embedding, head and
+            Engram tables, AdamW for the rest. "muon_adamw": AdamW for the tables. "adamw": all.
+    """
+
+    scheme: str = "report"
     lr: float = 1e-3
+    # Of AdamW; the norms' eps is the report's 1e-20.
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
     weight_decay: float = 0.1
+    # The router's matrix: "muon" as in the report, or "adamw".
+    router: str = "muon"
     # Largest L2 norm of all gradients together; larger ones are scaled down to it.
     grad_clip: float = 1.0
     # Step of the routing bias against over-used experts; 0 leaves the bias alone.
     balance_rate: float = 0.001
+    # Weight of the balance loss over the tokens of one row; the report's is 1e-4.
+    sequence_balance: float = 1e-4
 
     def __post_init__(self) -> None:
+        _one_of("optim.scheme", self.scheme, ("report", "muon_adamw", "adamw"))
+        _one_of("optim.router", self.router, ("muon", "adamw"))
         for name in ("lr", "eps", "grad_clip"):
             _require(getattr(self, name) > 0, f"optim.{name}", getattr(self, name), "above 0")
         for name in ("beta1", "beta2"):
             value = getattr(self, name)
             _require(0 <= value < 1, f"optim.{name}", value, "at least 0 and below 1")
-        for name in ("weight_decay", "balance_rate"):
+        for name in ("weight_decay", "balance_rate", "sequence_balance"):
             _require(getattr(self, name) >= 0, f"optim.{name}", getattr(self, name), "at least 0")
+
+
+INDEXER_FORMS = ("frozen", "selected", "explored", "annealed", "dense_warmup", "sampled_rows")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class IndexerConfig:
+    """How the indexer learns: KL to the head-summed attention of the layers it selects for.
+
+    form  "frozen": it does not. "selected": over the selected entries. "explored": the selection
+          gets `explore` random entries as well. "annealed": the selection shrinks geometrically
+          from every entry to index_topk over the first `phase` of the steps. "dense_warmup": every
+          entry for that phase, then "selected". "sampled_rows": over all visible entries of
+          `rows` query rows per packed row, the attention itself staying sparse.
+    """
+
+    form: str = "explored"
+    # Random entries per query; 0: twice index_topk.
+    explore: int = 0
+    phase: float = 0.5
+    rows: int = 16
+    weight: float = 1.0
+    optimizer: str = "adamw"
+    lr_scale: float = 2.0
+    # Query rows per packed row on which recall against the full row is measured.
+    recall_rows: int = 32
+    # Measure recall every so many steps, and after the last; 0: only after the last.
+    recall_every: int = 0
+
+    def __post_init__(self) -> None:
+        _one_of("indexer.form", self.form, INDEXER_FORMS)
+        _one_of("indexer.optimizer", self.optimizer, ("adamw", "muon"))
+        _require(0 < self.phase <= 1, "indexer.phase", self.phase, "above 0 and at most 1")
+        for name in ("explore", "recall_every"):
+            _require(getattr(self, name) >= 0, f"indexer.{name}", getattr(self, name), "at least 0")
+        for name in ("rows", "recall_rows", "weight", "lr_scale"):
+            _require(getattr(self, name) > 0, f"indexer.{name}", getattr(self, name), "above 0")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QuantizationConfig:
+    """The last part of a run in the deployed formats.
+
+    From `start` (a fraction of the steps; 1: never) weights are read as the checkpoint stores them,
+    cached rows are rounded, and Reindex layers search the candidate pool. `replay` is the share of
+    rows whose windows are cut as a bounded replay would.
+    """
+
+    start: float = 1.0
+    replay: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("start", "replay"):
+            value = getattr(self, name)
+            _require(0 <= value <= 1, f"quantization.{name}", value, "between 0 and 1")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleConfig:
-    """Linear warm-up to the full rate, then a cosine down to `min_ratio` of it."""
+    """Linear warm-up to the full rate, then down to `min_ratio` of it.
+
+    shape  "cosine": at once, to the last step. "report": flat to `hold_until` of the steps, a
+           cosine to `decay_until`, flat again.
+    """
 
     steps: int = 1000
     warmup_steps: int = 50
     min_ratio: float = 0.1
+    shape: str = "cosine"
+    hold_until: float = 28 / 45
+    decay_until: float = 40 / 45
 
     def __post_init__(self) -> None:
+        _one_of("schedule.shape", self.shape, ("cosine", "report"))
+        want = f"between 0 and schedule.decay_until = {self.decay_until}, that at most 1"
+        ordered = 0 <= self.hold_until <= self.decay_until <= 1
+        _require(ordered, "schedule.hold_until", self.hold_until, want)
         _require(self.steps > 0, "schedule.steps", self.steps, "above 0")
         want = f"between 0 and schedule.steps = {self.steps}"
         warmup = self.warmup_steps
@@ -89,6 +183,8 @@ class RunConfig:
     model: ModelConfig
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    indexer: IndexerConfig = field(default_factory=IndexerConfig)
+    quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     batch_rows: int = 8
     # Rows per forward pass; a step accumulates gradients over batch_rows / micro_batch_rows passes.
@@ -98,6 +194,12 @@ class RunConfig:
     loss_chunk_tokens: int = 4096
     # Round cached rows to their storage formats while training (straight-through gradients).
     cache_rounding: bool = True
+    # "cpu" or "cuda". On a GPU the step is captured in CUDA graphs unless `cuda_graph` is off.
+    device: str = "cpu"
+    cuda_graph: bool = True
+    # Activations: "fp32" or "bf16". Parameters, optimiser, router, hyper-connection coefficients
+    # and softmax statistics are fp32 either way.
+    precision: str = "fp32"
     seed: int = 0
     # One thread has one order of summation. With two, a product may be split otherwise while the
     # machine is busy, and a curve that must repeat bit for bit does not.
@@ -106,8 +208,14 @@ class RunConfig:
     eval_every: int = 0
     # Save the training state every so many steps, and always after the last.
     save_every: int = 200
+    # A loss above this many times the median of the last 64 steps stops the run; 0: never.
+    spike_factor: float = 3.0
 
     def __post_init__(self) -> None:
+        _one_of("device", self.device, ("cpu", "cuda"))
+        _one_of("precision", self.precision, ("fp32", "bf16"))
+        ok = self.spike_factor == 0 or self.spike_factor > 1
+        _require(ok, "spike_factor", self.spike_factor, "0 or above 1")
         for name in (
             "batch_rows micro_batch_rows sequence_length loss_chunk_tokens threads save_every"
         ).split():

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-NO_TARGET = -100
+from finwhale.ops.head_loss import NO_TARGET
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -56,13 +56,14 @@ class Attention(nn.Module):
             state.topk[spec.layer_id] = self.indexer(x, qr, state)
             state.note(f"topk.{spec.layer_id}", state.topk[spec.layer_id])
         is_window = spec.mode is AttentionMode.WINDOW
-        out = ops.sparse_attention(
+        out = self._attend(
+            state,
             q,
             state.window(spec.layer_id, window_kv),
             None if is_window else state.entries[spec.kv_owner],
             None if is_window else state.topk[spec.topk_owner],
             self.attn_sink,
-            state.reach(),
+            state.reach(spec),
             c.sliding_window,
         )
         out = ops.apply_rope(out, rotation, inverse=True)
@@ -70,13 +71,23 @@ class Attention(nn.Module):
         grouped = out.flatten(-2).unflatten(-1, (c.o_groups, -1))  # [B, T, G, H/G * D]
         return self.wo_b(ops.grouped_linear(grouped, self.wo_a.weight))
 
+    def _attend(self, state: ForwardState, *inputs) -> Tensor:
+        """Return the attention core's output; whoever teaches the indexer sees where it looked."""
+        observer = None if state.plan is None else state.plan.observer
+        if observer is None or not observer.wants_mass(self.spec):
+            return self.parts.ops.sparse_attention(*inputs)
+        out, mass = self.parts.ops.sparse_attention_with_mass(*inputs)
+        observer.attended(self.spec, mass, inputs)
+        return out
+
     def publish(self, entry_input: Tensor, state: ForwardState) -> None:
         """Make this owner's entries and index keys from `entry_input` [B, T, C], once per call."""
         ops, layer = self.parts.ops, self.spec.layer_id
         if self.compressor is None or layer in state.entries:
             return
         latent = self.compressor(entry_input, state)  # [B, M, D], not rotated
-        keys = self.indexer.make_keys(latent, state)
+        # Index keys teach the indexer's own projection and nothing below it.
+        keys = self.indexer.make_keys(latent.detach(), state)
         entries = ops.apply_rope(latent, state.entry_rotation(self.spec))
         state.note(f"entries_raw.{layer}", entries)
         state.publish(layer, rounded(self.parts, ops.round_main_kv, entries), keys)

@@ -8,6 +8,7 @@ their checkpoint names, so `state_dict()` is the checkpoint. Source: spec/backbo
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,8 +20,10 @@ from finwhale.model.block import Block
 from finwhale.model.continuation import Continuation
 from finwhale.model.init import initialize
 from finwhale.model.layers import ForwardState, Parts, RMSNorm
+from finwhale.model.moe import Gate
 from finwhale.model.numerics import Numerics
 from finwhale.model.packing import Packing
+from finwhale.model.selection_plan import SelectionPlan
 from finwhale.ops import REFERENCE, Ops
 
 
@@ -56,14 +59,15 @@ class Backbone(nn.Module):
     ):
         super().__init__()
         c = config.text_config
-        self.config, self.numerics = config, numerics or Numerics()
+        self.config, numerics = config, numerics or Numerics()
         self.specs = build_layer_specs(c)
-        self.parts = Parts(config=c, numerics=self.numerics, ops=ops)
-        self.embed = Table(c.vocab_size, c.hidden_size, self.numerics.dtype)
+        self.parts = Parts(config=c, numerics=numerics, ops=ops)
+        self.embed = Table(c.vocab_size, c.hidden_size, numerics.parameter_dtype)
         self.layers = nn.ModuleList(Block(self.parts, spec) for spec in self.specs)
         self.norm = RMSNorm(self.parts, c.hidden_size)
-        self.head = Table(c.vocab_size, c.hidden_size, self.numerics.dtype)
+        self.head = Table(c.vocab_size, c.hidden_size, numerics.parameter_dtype)
         self.token_map = self._checked_token_map(token_map) if c.engram_layer_ids else None
+        self.pad_id = 0 if self.token_map is None else int(self.token_map[c.engram_pad_token_id])
         with torch.device("cpu"):
             self.frequencies = {
                 RopeKind.WINDOW: ops.rope_frequencies(c.rope_theta, c.qk_rope_head_dim, None),
@@ -93,6 +97,48 @@ class Backbone(nn.Module):
                 )
         return token_map
 
+    @property
+    def numerics(self) -> Numerics:
+        return self.parts.numerics
+
+    def round_cache(self, on: bool) -> None:
+        """Round cached rows to their storage formats from now on, or stop doing so."""
+        self.parts.numerics = replace(self.parts.numerics, cache_rounding=on)
+
+    def to_device(self, device: torch.device | str) -> Backbone:
+        """Move parameters and all derived constants: a forward pass then copies nothing."""
+        self.to(device)
+        if self.token_map is not None:
+            self.token_map = self.token_map.to(device)
+        self.frequencies = {kind: f.to(device) for kind, f in self.frequencies.items()}
+        for layer in self.layers:
+            if layer.engram is not None:
+                layer.engram.to_device(device)
+        return self
+
+    def gates(self) -> list[Gate]:
+        """Return every layer's router."""
+        return [layer.ffn.gate for layer in self.layers]
+
+    def stack_experts(self) -> None:
+        """Train every layer's experts as two tensors (`MoE.stack_experts`), for grouped products.
+
+        Call it when the model is on its device: moving it later would part views from their stack.
+        """
+        for layer in self.layers:
+            layer.ffn.stack_experts()
+
+    def trained_tensors(self) -> dict[str, Tensor]:
+        """Return what an optimiser may own, by name: the parameters, experts stacked or single."""
+        found: dict[str, Tensor] = {}
+        for name, parameter in self.named_parameters(remove_duplicate=False):
+            if not (".ffn.experts." in name and self.layers[0].ffn.stacks):
+                found[name] = parameter
+        for layer, block in enumerate(self.layers):
+            for name, stack in block.ffn.stacks.items():
+                found[f"layers.{layer}.ffn.experts.{name}"] = stack
+        return found
+
     def init_weights(self, seed: int) -> None:
         """Draw every parameter deterministically from `seed`; no tensor is left undefined."""
         initialize(self, seed)
@@ -113,6 +159,7 @@ class Backbone(nn.Module):
         image_mask: Tensor | None = None,
         trace: dict[str, Any] | None = None,
         state: ForwardState | None = None,
+        plan: SelectionPlan | None = None,
     ) -> Tensor:
         """Return the normalised collapsed streams after the last layer, [B, T, C].
 
@@ -122,12 +169,15 @@ class Backbone(nn.Module):
         trace       filled with detached copies: `streams.L` before layer L, `topk.L`,
                     `candidates.L`, `gate_ids.L`, `engram_rows.L`, and what the caches round
                     (`*_raw.L`)
+        plan        how a training pass selects; its caller has checked the ids
         """
-        self.check_ids(ids)
+        if plan is None:
+            self.check_ids(ids)
         if not ids.numel():
             return self.embed.weight.new_zeros(*ids.shape, self.config.text_config.hidden_size)
         if state is None:
             state = self.forward_state(ids, packing=packing, image_mask=image_mask, trace=trace)
+            state.plan = plan
         streams, pre = self.run_layers(*self.embed_streams(ids), state, self.specs)
         state.note(f"streams.{len(self.specs)}", streams)
         return self.collapsed(streams, pre)
@@ -153,7 +203,7 @@ class Backbone(nn.Module):
     def embed_streams(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return the initial streams [B, T, N, C] and the one-hot mix [B, T, N]."""
         num = self.config.text_config.hc_mult
-        streams = nn.functional.embedding(ids, self.embed.weight)
+        streams = nn.functional.embedding(ids, self.embed.weight).to(self.numerics.dtype)
         pre = torch.zeros(*ids.shape, num, device=ids.device)
         pre[..., 0] = 1.0
         return streams.unsqueeze(-2).repeat(1, 1, num, 1), pre
@@ -162,13 +212,11 @@ class Backbone(nn.Module):
         self, streams: Tensor, pre: Tensor, state: ForwardState, specs: Sequence[LayerSpec]
     ) -> tuple[Tensor, Tensor]:
         """Run the layers of `specs` in order; return the streams and the mix that leave them."""
-        c = self.config.text_config
-        pad_id = 0 if self.token_map is None else int(self.token_map[c.engram_pad_token_id])
         for spec in specs:
             state.note(f"streams.{spec.layer_id}", streams)
             if spec.half is Half.DECODER:
                 self.note_encoder_output(streams, pre, state)
-            streams, pre = self.layers[spec.layer_id](streams, pre, state, pad_id)
+            streams, pre = self.layers[spec.layer_id](streams, pre, state, self.pad_id)
             if state.continuation is not None:
                 _check_finite(spec.layer_id, streams, state)
         return streams, pre

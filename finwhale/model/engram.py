@@ -30,12 +30,12 @@ class Engram(nn.Module):
         c = parts.config
         self.parts, self.spec = parts, spec
         rows = c.engram_num_embeddings[spec.engram_index]
-        self.embed = EngramTable(rows, c.engram_head_dim, parts.numerics.dtype)
+        self.embed = EngramTable(rows, c.engram_head_dim, parts.numerics.parameter_dtype)
         inner, out = c.engram_columns * c.engram_head_dim, (c.hc_mult + 1) * c.hidden_size
         self.wkv = Linear(parts, inner, out, "quantized")
         shape = (c.hc_mult, c.hidden_size)
-        self.q_weight = nn.Parameter(torch.empty(shape, dtype=parts.numerics.dtype))
-        self.k_weight = nn.Parameter(torch.empty(shape, dtype=parts.numerics.dtype))
+        self.q_weight = nn.Parameter(torch.empty(shape, dtype=parts.numerics.parameter_dtype))
+        self.k_weight = nn.Parameter(torch.empty(shape, dtype=parts.numerics.parameter_dtype))
         # Derived from the config, so never in a checkpoint; plain tensors survive meta init.
         buckets = c.engram_buckets()[spec.engram_index]
         shape = (c.engram_max_ngram_size - 1, c.engram_n_heads)
@@ -45,6 +45,11 @@ class Engram(nn.Module):
             self.multipliers = engram_multipliers(
                 spec.layer_id, c.engram_max_ngram_size, c.engram_compressed_vocab_size
             )
+
+    def to_device(self, device: torch.device | str) -> None:
+        """Move the hash constants, which are no buffers."""
+        self.primes, self.offsets = self.primes.to(device), self.offsets.to(device)
+        self.multipliers = self.multipliers.to(device)
 
     def rows(self, state: ForwardState, pad_id: int) -> Tensor:
         """Return the table rows of every token, [B, T, J] int64."""
@@ -70,7 +75,8 @@ class Engram(nn.Module):
         c = self.parts.config
         rows = self.rows(state, pad_id)
         state.note(f"engram_rows.{self.spec.layer_id}", rows)
-        e = torch.nn.functional.embedding(rows, self.embed.weight).flatten(-2)  # [B, T, J * dim]
+        e = torch.nn.functional.embedding(rows, self.embed.weight).to(streams.dtype)
+        e = e.flatten(-2)  # [B, T, J * dim]
         keys, value = self.wkv(e).split((c.hc_mult * c.hidden_size, c.hidden_size), dim=-1)
         updated = self.parts.ops.engram_gate(
             streams,

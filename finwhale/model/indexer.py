@@ -2,8 +2,8 @@
 
 One selection per query serves all its heads, and all Reuse layers after it. Scores are made in
 query slices under a memory budget, so a long context never needs a [T, M] score matrix times the
-heads. No gradient flows through a hard selection: the indexer is frozen by the language-model
-loss (D09). Source: spec/backbone.md section 5.
+heads. No gradient flows through a hard selection: a training plan's observer may take the scores
+and teach the indexer, the language-model loss never does (D09). Source: spec/backbone.md section 5.
 """
 
 from __future__ import annotations
@@ -39,13 +39,19 @@ class Indexer(nn.Module):
         state.note(f"index_k_raw.{layer}", keys)
         return rounded(self.parts, ops.round_index, keys)
 
-    @torch.no_grad()
     def forward(self, x: Tensor, qr: Tensor, state: ForwardState) -> Tensor:
         """Return the selected entry rows of every query.
 
         x        [B, T, C] attention input; qr [B, T, q_lora_rank] normalised query latent
         returns  [B, T, K] int64, ascending, -1 padded
         """
+        if state.plan is not None:
+            return self._planned(x, qr, state)
+        with torch.no_grad():
+            return self._deployed(x, qr, state)
+
+    def _queries(self, x: Tensor, qr: Tensor, state: ForwardState) -> tuple[Tensor, Tensor]:
+        """Return index queries [B, T, HI, DI] and scaled head weights [B, T, HI]."""
         c, ops, spec = self.parts.config, self.parts.ops, self.spec
         q = self.wq_b(qr).unflatten(-1, (c.index_n_heads, c.index_head_dim))
         q = ops.apply_rope(q, state.token_rotation(spec))
@@ -53,6 +59,28 @@ class Indexer(nn.Module):
         q = rounded(self.parts, ops.round_index, q)
         weights = self.weights_proj(x) * (c.index_head_dim**-0.5 * c.index_n_heads**-0.5)
         state.note(f"index_weights.{spec.layer_id}", weights)
+        return q, weights
+
+    def _planned(self, x: Tensor, qr: Tensor, state: ForwardState) -> Tensor:
+        """Select as the training plan says; scores carry a gradient if somebody watches them.
+
+        The inputs are detached: only the indexer's own parameters learn from its scores.
+        """
+        spec, plan, groups = self.spec, state.plan, state.groups(self.spec)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and plan.observer is not None):
+            q, weights = self._queries(x.detach(), qr.detach(), state)
+            scores = self.parts.ops.visible_index_scores(
+                q, weights, state.index_keys[spec.kv_owner], groups.first, groups.visible
+            )
+        with torch.no_grad():
+            topk = plan.select(spec, scores.detach(), self.parts.config, self.parts.ops, state)
+        if plan.observer is not None:
+            plan.observer.scored(spec, scores, topk)
+        return topk
+
+    def _deployed(self, x: Tensor, qr: Tensor, state: ForwardState) -> Tensor:
+        c, spec = self.parts.config, self.spec
+        q, weights = self._queries(x, qr, state)
         keys = state.index_keys[spec.kv_owner]
         batch, tokens, num_keys = q.shape[0], q.shape[1], keys.shape[1]
         step = max(1, _SLICE_BYTES // (4 * max(1, num_keys) * c.index_n_heads * batch))

@@ -18,14 +18,15 @@ from finwhale.config.layers import RopeKind
 from finwhale.model.continuation import Continuation
 from finwhale.model.numerics import Numerics
 from finwhale.model.packing import Groups, Packing
+from finwhale.model.selection_plan import SelectionPlan
 from finwhale.ops import Ops
 from finwhale.ops.linear import straight_through
 from finwhale.ops.rope import rope_rotation
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class Parts:
-    """What every module constructor needs."""
+    """What every module of one model shares; `Backbone.round_cache` may replace the numerics."""
 
     config: TextConfig
     numerics: Numerics
@@ -38,7 +39,7 @@ class Linear(nn.Module):
     def __init__(self, parts: Parts, in_features: int, out_features: int, input: str):
         super().__init__()
         self.weight = nn.Parameter(
-            torch.empty(out_features, in_features, dtype=parts.numerics.dtype)
+            torch.empty(out_features, in_features, dtype=parts.numerics.parameter_dtype)
         )
         self.input, self.ops = input, parts.ops
         self.is_release = parts.numerics.mode == "release"
@@ -58,7 +59,7 @@ class RMSNorm(nn.Module):
 
     def __init__(self, parts: Parts, dim: int):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(dim, dtype=parts.numerics.dtype))
+        self.weight = nn.Parameter(torch.empty(dim, dtype=parts.numerics.parameter_dtype))
         self.eps, self.ops = parts.config.rms_norm_eps, parts.ops
 
     def forward(self, x: Tensor) -> Tensor:
@@ -78,6 +79,7 @@ class ForwardState:
     topk[L]                    [B, T, K] int64 rows of the owner's entries, -1 padded
     pool_blocks                [B, T, P] int64 blocks of the candidate pool, from document start
     encoder_output             [B, T, C] collapsed streams at the encoder-decoder cut, or None
+    plan                       how a training pass selects (selection_plan.py); None: as deployed
     layer_tokens[L]            rows that layer L has run on
     stale_keys, stale_rows     [B, M, DI], [B, T] bool: stale_slot.py; None by the default rule
     """
@@ -93,6 +95,7 @@ class ForwardState:
     topk: dict[int, Tensor] = field(default_factory=dict)
     pool_blocks: Tensor | None = None
     encoder_output: Tensor | None = None
+    plan: SelectionPlan | None = None
     stale_keys: Tensor | None = None
     stale_rows: Tensor | None = None
     layer_tokens: dict[int, int] = field(default_factory=dict)
@@ -132,11 +135,13 @@ class ForwardState:
             return rows
         return self.continuation.window_rows(layer, rows)
 
-    def reach(self) -> Tensor:
+    def reach(self, spec: LayerSpec) -> Tensor:
         """Return [B, T] the number of rows before each token that its window may see at most."""
-        if self.continuation is None:
-            return self.packing.positions
-        return self.packing.positions - self.continuation.window_start
+        if self.continuation is not None:
+            return self.packing.positions - self.continuation.window_start
+        if self.plan is not None:
+            return self.plan.reach(spec, self.packing.positions)
+        return self.packing.positions
 
     def publish(self, layer: int, entries: Tensor, keys: Tensor) -> None:
         """Make an owner's new entries and index keys readable, behind the earlier ones."""

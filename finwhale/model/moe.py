@@ -21,18 +21,19 @@ class Gate(nn.Module):
         c = parts.config
         self.parts = parts
         shape = (c.n_routed_experts, c.hidden_size)
-        self.weight = nn.Parameter(torch.empty(shape, dtype=parts.numerics.dtype))
+        self.weight = nn.Parameter(torch.empty(shape, dtype=parts.numerics.parameter_dtype))
         self.register_buffer("bias", torch.empty(c.n_routed_experts, dtype=torch.float32))
         self.register_buffer("bias_vl", torch.empty(c.n_routed_experts, dtype=torch.float32))
 
-    def forward(self, z: Tensor, is_image: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return expert ids and weights [N, k]. z [N, C], is_image [N] bool or None."""
+    def forward(self, z: Tensor, is_image: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return expert ids and weights [N, k], logits [N, X]. z [N, C], is_image [N] or None."""
         c, ops = self.parts.config, self.parts.ops
         bias = self.bias
         if is_image is not None:
             bias = torch.where(is_image.unsqueeze(-1), self.bias_vl, self.bias)
         logits = ops.linear(z.float(), self.weight)
-        return ops.route_experts(logits, bias, c.num_experts_per_tok, c.routed_scaling_factor)
+        k, scaling = c.num_experts_per_tok, c.routed_scaling_factor
+        return *ops.route_experts(logits, bias, k, scaling), logits
 
 
 class Expert(nn.Module):
@@ -56,18 +57,63 @@ class MoE(nn.Module):
 
     def __init__(self, parts: Parts, spec: LayerSpec):
         super().__init__()
-        self.spec = spec
+        self.parts, self.spec = parts, spec
         self.gate = Gate(parts)
         self.experts = nn.ModuleList(Expert(parts) for _ in range(parts.config.n_routed_experts))
         self.shared_experts = Expert(parts)
+        self.stacks: dict[str, Tensor] = {}
+
+    def stack_experts(self) -> None:
+        """Join the experts' matrices in two trainable tensors that grouped products read.
+
+        `w1_w3` [X * 2F, C] holds w1 and w3 of expert 0, then of expert 1; `w2` is [X * C, F]. The
+        experts' own weights stay readable and writable under their names, as views without a
+        gradient, so a checkpoint sees no difference. A thousand small matrices train as two.
+        """
+        with torch.no_grad():
+            pairs = [m.weight for e in self.experts for m in (e.w1, e.w3)]
+            self.stacks = {
+                "w1_w3": torch.cat(pairs),
+                "w2": torch.cat([e.w2.weight for e in self.experts]),
+            }
+            gate_up = self.stacks["w1_w3"].chunk(len(pairs))
+            for n, (expert, down) in enumerate(
+                zip(self.experts, self.stacks["w2"].chunk(len(self.experts)), strict=True)
+            ):
+                for module, view in zip(
+                    (expert.w1, expert.w3, expert.w2),
+                    (gate_up[2 * n], gate_up[2 * n + 1], down),
+                    strict=True,
+                ):
+                    module.weight.requires_grad_(False)
+                    module.weight.data = view
+        for stack in self.stacks.values():
+            stack.requires_grad_()
 
     def forward(self, x: Tensor, state: ForwardState) -> Tensor:
         """Return routed plus shared expert outputs, summed in fp32. x [B, T, C]."""
         z = x.flatten(0, -2)  # [N, C]
         is_image = None if state.image_mask is None else state.image_mask.flatten()
-        ids, weights = self.gate(z, is_image)
+        ids, weights, logits = self.gate(z, is_image)
+        if state.plan is not None and state.plan.router_observer is not None:
+            state.plan.router_observer.routed(self.spec, ids, logits, is_image)
         state.note(f"gate_ids.{self.spec.layer_id}", ids)
         state.note(f"gate_weights.{self.spec.layer_id}", weights)
+        y = self._routed(z, ids, weights)
+        return (y + self.shared_experts(z).float()).to(x.dtype).view(x.shape)
+
+    def _routed(self, z: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """Return the weighted sum of each token's routed experts, [N, C] fp32."""
+        if self.stacks:
+            return self.parts.ops.grouped_experts(
+                z,
+                ids,
+                weights,
+                self.stacks["w1_w3"].unflatten(0, (len(self.experts), -1)),
+                self.stacks["w2"].unflatten(0, (len(self.experts), -1)),
+                self.parts.config.swiglu_limit,
+                self.parts.ops.clamped_swiglu,
+            )
         y = torch.zeros(z.shape, dtype=torch.float32, device=z.device)
         order = ids.flatten().sort(stable=True).indices  # (token, choice) pairs by expert
         tokens, sorted_weights = order // ids.shape[-1], weights.flatten()[order]
@@ -80,4 +126,4 @@ class MoE(nn.Module):
                 weight = sorted_weights[start : start + count, None]
                 y = y.index_add(0, own, expert(z[own], weight).float())
                 start += count
-        return (y + self.shared_experts(z).float()).to(x.dtype).view(x.shape)
+        return y

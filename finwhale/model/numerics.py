@@ -17,12 +17,15 @@ class Numerics:
                     "release": as deployed, FP8 activation rounding before every FP8 and FP4
                     matrix; bf16 between modules (spec/backbone.md section 9.1).
     cache_rounding  FP8 window KV, FP4 entries, FP4 index queries and keys (9.2 to 9.4)
-    dtype           of activations and dequantised weights; "release" is bf16 by definition
+    dtype           of activations; "release" is bf16 by definition
+    weight_dtype    of the stored parameters, None: as dtype. Training in bf16 keeps fp32 masters,
+                    which each product reads in the dtype of its input
     """
 
     mode: str = "dequant"
     cache_rounding: bool = True
     dtype: torch.dtype = torch.float32
+    weight_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -34,6 +37,10 @@ class Numerics:
             raise ValueError(
                 "numerics.dtype: release mode quantises bf16 values, so it needs torch.bfloat16"
             )
+
+    @property
+    def parameter_dtype(self) -> torch.dtype:
+        return self.weight_dtype or self.dtype
 
     @classmethod
     def release(cls) -> Numerics:

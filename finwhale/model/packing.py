@@ -8,8 +8,10 @@ sees. Source: spec/backbone.md section 4.4; training.md section 1 (sample-level 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,11 +38,14 @@ class Packing:
 
     positions     [B, T] int64 position of each token in its document
     is_single     every row is one document
+    lengths       document lengths per row, padding included
+    known_groups  groups per ratio where `prepared` made them
     """
 
     positions: Tensor
     is_single: bool
     lengths: tuple[tuple[int, ...], ...]
+    known_groups: dict[int, Groups] | None = None
 
     @classmethod
     def whole(cls, batch: int, tokens: int, device=None) -> Packing:
@@ -67,14 +72,17 @@ class Packing:
                     f"sum is at most {tokens}"
                 )
             full.append((*row, tokens - total) if total < tokens else tuple(row))
-        positions = torch.tensor(
-            [[p for length in row for p in range(length)] for row in full], device=device
-        ).view(len(full), tokens)
+        positions = np.zeros((len(full), tokens), dtype=np.int64)
+        for b, row in enumerate(full):
+            positions[b] = _counted(np.array(row, dtype=np.int64))
+        positions = torch.from_numpy(positions).to(device)
         is_single = all(len(row) == 1 for row in full)
         return cls(positions=positions, is_single=is_single, lengths=tuple(full))
 
     def groups(self, ratio: int) -> Groups:
         """Return the compression groups at `ratio`."""
+        if self.known_groups is not None:
+            return self.known_groups[ratio]
         batch, tokens = self.positions.shape
         device = self.positions.device
         visible = (self.positions + 1) // ratio
@@ -87,22 +95,42 @@ class Packing:
                 first=torch.zeros_like(visible),
                 visible=visible,
             )
-        counts = [[length // ratio for length in row] for row in self.lengths]
-        width = max((sum(row) for row in counts), default=0)
-        group_tokens = torch.zeros(batch, width, ratio, dtype=torch.int64)
-        group_positions = torch.zeros(batch, width, dtype=torch.int64)
-        first = torch.zeros(batch, tokens, dtype=torch.int64)
+        width = tokens // ratio  # documents together never complete more groups
+        group_tokens = np.zeros((batch, width, ratio), dtype=np.int64)
+        group_positions = np.zeros((batch, width), dtype=np.int64)
+        first = np.zeros((batch, tokens), dtype=np.int64)
         for b, row in enumerate(self.lengths):
-            start = entry = 0
-            for length, count in zip(row, counts[b], strict=True):
-                own = torch.arange(count * ratio).view(count, ratio)
-                group_tokens[b, entry : entry + count] = start + own
-                group_positions[b, entry : entry + count] = own[:, 0]
-                first[b, start : start + length] = entry
-                start, entry = start + length, entry + count
+            lengths = np.array(row, dtype=np.int64)
+            counts = lengths // ratio
+            starts, entries = (np.cumsum(x) - x for x in (lengths, counts))
+            own = _counted(counts) * ratio  # position of each group's first token
+            rows = np.repeat(starts, counts) + own
+            group_tokens[b, : len(own)] = rows[:, None] + np.arange(ratio)
+            group_positions[b, : len(own)] = own
+            first[b] = np.repeat(entries, lengths)
         return Groups(
-            tokens=group_tokens.to(device),
-            positions=group_positions.to(device),
-            first=first.to(device),
+            tokens=torch.from_numpy(group_tokens).to(device),
+            positions=torch.from_numpy(group_positions).to(device),
+            first=torch.from_numpy(first).to(device),
             visible=visible,
         )
+
+    def prepared(self, ratios: Iterable[int], device: torch.device | str) -> Packing:
+        """Return this layout on `device` with its groups made: asking for them copies nothing.
+
+        Every array has a shape that depends on [B, T] alone.
+        """
+        groups = {r: _moved(self.groups(r), device) for r in ratios}
+        positions = self.positions.contiguous().to(device)
+        return replace(self, is_single=False, positions=positions, known_groups=groups)
+
+
+def _counted(lengths: np.ndarray) -> np.ndarray:
+    """Return 0 .. n-1 for every n in `lengths`, one after the other."""
+    ends = np.cumsum(lengths)
+    return np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - lengths, lengths)
+
+
+def _moved(groups: Groups, device: torch.device | str) -> Groups:
+    named = {f.name: getattr(groups, f.name) for f in fields(groups)}
+    return Groups(**{name: value.contiguous().to(device) for name, value in named.items()})

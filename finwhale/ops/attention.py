@@ -127,3 +127,88 @@ def sparse_attention_masked(
         values = p.reshape(batch, size * heads, -1) @ keys
         out.append((values.view(batch, size, heads, dim) / denominator).to(q.dtype))
     return torch.cat(out, dim=1) if out else q.new_empty(batch, 0, heads, dim)
+
+
+def sparse_attention_with_mass_ref(
+    q: Tensor,
+    window_kv: Tensor,
+    entries: Tensor | None,
+    topk: Tensor | None,
+    sink: Tensor,
+    positions: Tensor,
+    window: int,
+) -> tuple[Tensor, Tensor]:
+    """Return `sparse_attention_ref` and how much attention each entry received.
+
+    mass[b, t, m] = sum_h p[b, t, h, m],  p the probability of entry m in the one softmax over
+    window rows, selected entries and sink; 0 where m is not selected. This is the target that
+    teaches the indexer, so it carries no gradient and p is not rounded.
+
+    returns    out [B, T, H, D] in the dtype of q, mass [B, T, M] fp32 ([B, T, 0] without entries)
+
+    Arguments as `sparse_attention_ref`. spec/training.md, what teaches the indexer.
+    """
+    out = sparse_attention_ref(q, window_kv, entries, topk, sink, positions, window)
+    batch, tokens, _, dim = q.shape
+    num_entries = 0 if entries is None else entries.shape[1]
+    mass = torch.zeros(batch, tokens, num_entries, dtype=torch.float32, device=q.device)
+    if not num_entries:
+        return out, mass
+    back = torch.arange(window - 1, -1, -1, device=q.device)
+    earlier = window_kv.shape[1] - tokens
+    with torch.no_grad():
+        for b in range(batch):
+            for t in range(tokens):
+                rows = earlier + t - back
+                rows = rows[(back <= positions[b, t]) & (rows >= 0)]
+                chosen = topk[b, t][topk[b, t] >= 0]
+                keys = torch.cat((window_kv[b, rows], entries[b, chosen])).float()  # [S, D]
+                scores = q[b, t].float() @ keys.T * dim**-0.5  # [H, S]
+                p = torch.cat((scores, sink[:, None]), dim=1).softmax(1)  # [H, S + 1]
+                taken = p[:, len(rows) : len(rows) + len(chosen)]
+                mass[b, t].index_add_(0, chosen, taken.sum(0))
+    return out, mass
+
+
+def sparse_attention_with_mass_masked(
+    q: Tensor,
+    window_kv: Tensor,
+    entries: Tensor | None,
+    topk: Tensor | None,
+    sink: Tensor,
+    positions: Tensor,
+    window: int,
+) -> tuple[Tensor, Tensor]:
+    """Same contract as `sparse_attention_with_mass_ref`: dense products over slices, masked.
+
+    The denominator needs the window's scores too, so they are made a second time, without
+    gradient; the output and its gradients are those of `sparse_attention_masked`, unchanged.
+    """
+    out = sparse_attention_masked(q, window_kv, entries, topk, sink, positions, window)
+    batch, tokens, heads, dim = q.shape
+    num_entries = 0 if entries is None else entries.shape[1]
+    mass = torch.zeros(batch, tokens, num_entries, dtype=torch.float32, device=q.device)
+    if entries is None or not num_entries:
+        return out, mass
+    earlier = window_kv.shape[1] - tokens
+    chunk = max(window, _CACHE_BYTES // (4 * max(1, batch) * heads * (2 * window + num_entries)))
+    with torch.no_grad():
+        for start in range(0, tokens, chunk):
+            stop = min(start + chunk, tokens)
+            first = max(0, earlier + start - window + 1)
+            distance = (
+                torch.arange(earlier + start, earlier + stop, device=q.device)[:, None]
+                - torch.arange(first, earlier + stop, device=q.device)[None, :]
+            )
+            reach = positions[:, start:stop, None].clamp_max(window - 1)
+            chosen = topk[:, start:stop]
+            picked = torch.zeros(
+                batch, stop - start, num_entries + 1, dtype=torch.bool, device=q.device
+            ).scatter_(-1, torch.where(chosen < 0, num_entries, chosen), True)[..., :num_entries]
+            keep = torch.cat(((distance >= 0) & (distance <= reach), picked), dim=-1)
+            keys = torch.cat((window_kv[:, first : earlier + stop], entries), dim=1).float()
+            flat = (q[:, start:stop].float() * dim**-0.5).reshape(batch, -1, dim)
+            scores = (flat @ keys.transpose(1, 2)).view(batch, stop - start, heads, -1)
+            p, denominator = _softmax_with_sink(scores, keep.unsqueeze(2), sink, torch.float32)
+            mass[:, start:stop] = (p[..., -num_entries:] / denominator).sum(2)
+    return out, mass

@@ -65,10 +65,12 @@ def e2m1_encode(x: Tensor) -> Tensor:
 
 def e2m1_decode(codes: Tensor) -> Tensor:
     """Return the fp32 value of E2M1 codes 0..15. codes [...] uint8."""
-    table = torch.tensor(
-        [*E2M1_VALUES, *(-v for v in E2M1_VALUES)], dtype=torch.float32, device=codes.device
-    )
-    return table[codes.int()]
+    wide = codes.int()
+    mantissa, exponent = wide & 1, (wide >> 1) & 3
+    # In halves: 0 and 1 where the exponent is 0, else 2 or 3 times a power of two. Arithmetic, not
+    # a table: a table would be copied to the device at every call.
+    halves = torch.where(exponent == 0, mantissa, (2 + mantissa) << (exponent - 1).clamp_min(0))
+    return halves.float() * torch.where(wide >= 8, -0.5, 0.5)
 
 
 def pack_nibbles(codes: Tensor) -> Tensor:

@@ -29,6 +29,33 @@ def index_scores(q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
     return weighted.float().sum(dim=2).to(q.dtype).float()
 
 
+def visible_index_scores_ref(
+    q: Tensor, weights: Tensor, keys: Tensor, first: Tensor, visible: Tensor
+) -> Tensor:
+    """Return `index_scores` where a token sees the entry, -inf elsewhere; differentiable.
+
+    I[t, m] = sum_h w[t, h] * relu(q[t, h] . k[m])  for first[t] <= m < first[t] + visible[t]
+
+    q        [B, T, HI, DI]  index queries after RoPE and rounding
+    weights  [B, T, HI]      head weights, already scaled; may be negative
+    keys     [B, M, DI]      index keys of the KV owner
+    first    [B, T] int64    row of the first entry of the token's own document
+    visible  [B, T] int64    entries of that document that the token sees; 0 gives a row of -inf
+    returns  [B, T, M] fp32, entries numbered by row
+
+    The gradient is that of the formula: 0 where the dot product is not above 0, and whatever
+    comes in at a hidden entry is dropped, NaN too. T = 0 and M = 0 give an empty result. The
+    rounding of D03 is passed straight through. Section 5.3.
+    """
+    num_entries = keys.shape[1]
+    if 0 in (*q.shape[:2], num_entries):
+        # Empty, and still attached to all three: their gradients are zeros, not None.
+        return ((q.sum((2, 3)) + weights.sum(2))[..., None] + keys.sum(2)[:, None]).float()
+    place = torch.arange(num_entries, device=q.device) - first.unsqueeze(-1)  # [B, T, M]
+    hidden = (place < 0) | (place >= visible.unsqueeze(-1))
+    return index_scores(q, weights, keys).masked_fill(hidden, -torch.inf)
+
+
 def index_scores_matmul(q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
     """Same contract as `index_scores`; in fp32 the head sum is a matrix product.
 
@@ -109,3 +136,75 @@ def pool_mask(blocks: Tensor, num_entries: int, block_size: int) -> Tensor:
     inside = torch.zeros(*blocks.shape[:-1], total + 1, dtype=torch.bool, device=blocks.device)
     inside.scatter_(-1, torch.where(blocks < 0, total, blocks), True)
     return inside[..., :total].repeat_interleave(block_size, dim=-1)[..., :num_entries]
+
+
+# Exploration: counter-based draws, functions of (seed, layer, position, slot). The same entries
+# come out on every device, in any batch layout and after a restart (spec/training.md II.4.2).
+_MASK = (1 << 63) - 1
+
+
+def _constant(value: int) -> int:
+    """Return a 64-bit pattern as the int64 that has it."""
+    return value - (1 << 64) if value >> 63 else value
+
+
+# Odd multipliers of a well-known 64-bit finaliser; products wrap around.
+_MULTIPLIERS = (_constant(0xBF58476D1CE4E5B9), _constant(0x94D049BB133111EB))
+_STEP = _constant(0x9E3779B97F4A7C15)
+
+
+def _shifted(x: Tensor, bits: int) -> Tensor:
+    """Return x >> bits with zeros shifted in."""
+    return (x >> bits) & (_MASK >> (bits - 1))
+
+
+def mixed(x: Tensor) -> Tensor:
+    """Return a 64-bit hash of every int64 of x."""
+    x = (x ^ _shifted(x, 30)) * _MULTIPLIERS[0]
+    x = (x ^ _shifted(x, 27)) * _MULTIPLIERS[1]
+    return x ^ _shifted(x, 31)
+
+
+def drawn_fractions(seed: Tensor, salt: int, positions: Tensor, count: int) -> Tensor:
+    """Return 24-bit numbers [..., count] int64 for every position, each below 2^24.
+
+    seed       [] int64
+    positions  [...] int64
+    """
+    slots = torch.arange(1, count + 1, device=positions.device)
+    stream = mixed(seed * _STEP + salt)
+    return _shifted(mixed(mixed(positions.unsqueeze(-1) + stream) + slots * _STEP), 40)
+
+
+def add_explored(
+    topk: Tensor,
+    first: Tensor,
+    visible: Tensor,
+    positions: Tensor,
+    *,
+    count: int,
+    seed: Tensor,
+    salt: int,
+    num_entries: int,
+) -> Tensor:
+    """Return `topk` with up to `count` random visible entries of the token's document behind it.
+
+    The visible entries are cut into `count` equal stretches and one entry of each is drawn, so no
+    two draws meet; a stretch shorter than one entry may stay empty.
+
+    topk       [B, T, K] int64 rows of entries, -1 empty
+    first      [B, T] int64 first entry of the token's document
+    visible    [B, T] int64 entries of its document that the token sees
+    positions  [B, T] int64 position in the document
+    returns    [B, T, K + count] int64, no row twice, -1 where a slot stayed empty
+    """
+    edges = torch.arange(count + 1, device=topk.device) * visible.unsqueeze(-1) // max(1, count)
+    start, size = edges[..., :-1], edges.diff(dim=-1)  # [B, T, count]
+    drawn = start + ((drawn_fractions(seed, salt, positions, count) * size) >> 24)
+    drawn = torch.where(size > 0, first.unsqueeze(-1) + drawn, num_entries)
+    # One column more than there are entries takes the empty slots.
+    chosen = torch.zeros(*topk.shape[:-1], num_entries + 1, dtype=torch.bool, device=topk.device)
+    chosen.scatter_(-1, torch.where(topk < 0, num_entries, topk), True)
+    chosen[..., num_entries] = True
+    again = chosen.gather(-1, drawn)
+    return torch.cat((topk, torch.where(again, -1, drawn)), dim=-1)

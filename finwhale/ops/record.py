@@ -15,13 +15,13 @@ from finwhale.ops import (
     attention,
     compress,
     engram,
+    head_loss,
     hyper_connection,
     index,
     moe,
     norm,
     rope,
     rounding,
-    sinkhorn,
 )
 from finwhale.ops import linear as product
 
@@ -38,7 +38,9 @@ class Ops:
     grouped_linear: Callable = product.grouped_linear
     sparse_attention: Callable = attention.sparse_attention_ref
     pool_group: Callable = compress.pool_group
+    sparse_attention_with_mass: Callable = attention.sparse_attention_with_mass_ref
     index_scores: Callable = index.index_scores
+    visible_index_scores: Callable = index.visible_index_scores_ref
     select_topk: Callable = index.select_topk_ref
     select_pool_blocks: Callable = index.select_pool_blocks
     hyper_mix: Callable = hyper_connection.hyper_mix
@@ -48,6 +50,9 @@ class Ops:
     engram_gate: Callable = engram.engram_gate
     route_experts: Callable = moe.route_experts
     clamped_swiglu: Callable = moe.clamped_swiglu
+    # All experts of a layer at once (finwhale.kernels.experts); None: one after the other.
+    grouped_experts: Callable | None = None
+    head_loss: Callable = head_loss.head_loss_ref
     round_window_kv: Callable = rounding.round_fp8
     round_main_kv: Callable = rounding.round_main_kv
     round_index: Callable = rounding.round_index
@@ -58,7 +63,8 @@ class Ops:
 REFERENCE = Ops()
 FAST = Ops(
     sparse_attention=attention.sparse_attention_masked,
+    sparse_attention_with_mass=attention.sparse_attention_with_mass_masked,
     index_scores=index.index_scores_matmul,
     select_topk=index.select_topk,
-    hyper_mix=partial(hyper_connection.hyper_mix, sinkhorn=sinkhorn.sinkhorn_planes),
+    hyper_mix=partial(hyper_connection.hyper_mix, sinkhorn=hyper_connection.sinkhorn_planes),
 )

@@ -64,6 +64,7 @@ def apply_rope(x: Tensor, rotation: Tensor, inverse: bool = False) -> Tensor:
     if inverse:
         sin = -sin
     width = 2 * cos.shape[-1]
-    even, odd = x[..., -width:].float().unflatten(-1, (-1, 2)).unbind(-1)
+    plain, last = x.split((x.shape[-1] - width, width), dim=-1)
+    even, odd = last.float().unflatten(-1, (-1, 2)).unbind(-1)
     turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
-    return torch.cat((x[..., :-width], turned.to(x.dtype)), dim=-1)
+    return torch.cat((plain, turned.to(x.dtype)), dim=-1)

@@ -24,7 +24,8 @@ from finwhale.ops.codecs import (
     unpack_nibbles,
 )
 
-# fl32(1/448) and fl32(1/6): the reference multiplies by the rounded reciprocal.
+# fl32(1/448) and fl32(1/6): the reference multiplies by the rounded reciprocal. A zero-dim CPU
+# tensor takes part in a product on any device without a copy.
 _INV_448 = torch.tensor(1.0 / 448.0, dtype=torch.float32)
 _INV_6 = torch.tensor(1.0 / 6.0, dtype=torch.float32)
 
@@ -54,7 +55,7 @@ def quantize_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     """
     g = _groups(x, 32)
     amax = g.abs().amax(-1).clamp_min(1e-4)
-    scales = ceil_power_of_two(amax * _INV_448.to(x.device))
+    scales = ceil_power_of_two(amax * _INV_448)
     codes = e4m3_encode(g / ue8m0_decode(scales).unsqueeze(-1))
     return codes.flatten(-2), scales
 
@@ -98,7 +99,7 @@ def quantize_index(x: Tensor) -> tuple[Tensor, Tensor]:
     """
     g = _groups(x, 32)
     amax = g.abs().amax(-1).clamp_min(E2M1_MAX * 2.0**-126)
-    scales = ceil_power_of_two(amax * _INV_6.to(x.device))
+    scales = ceil_power_of_two(amax * _INV_6)
     codes = e2m1_encode(g / ue8m0_decode(scales).unsqueeze(-1))
     return pack_nibbles(codes.flatten(-2)), scales
 

@@ -85,6 +85,8 @@ def quantize_weight(weight: Tensor, storage: Storage) -> tuple[Tensor, Tensor]:
     )
     for part in row_slices(rows, columns):
         groups = slice(part.start // block_rows, -(-part.stop // block_rows))
+        if not all_finite(weight[part]):
+            raise ValueError("quantize_weight: a value is NaN or infinite; expected finite weights")
         values, exponents = _quantize_slice(weight[part].float(), block_rows, is_fp4)
         codes[part] = (
             pack_nibbles(e2m1_encode(values)).view(torch.int8) if is_fp4 else e4m3_encode(values)
@@ -95,8 +97,6 @@ def quantize_weight(weight: Tensor, storage: Storage) -> tuple[Tensor, Tensor]:
 
 def _quantize_slice(weight: Tensor, block_rows: int, is_fp4: bool) -> tuple[Tensor, Tensor]:
     """Return code values [r, c] fp32, exactly representable, and scale codes [r/b, c/32] uint8."""
-    if not all_finite(weight):
-        raise ValueError("quantize_weight: a value is NaN or infinite; expected finite weights")
     rows, columns = weight.shape
     largest, min_scale = (E2M1_MAX, _E2M1_MIN_SCALE) if is_fp4 else (E4M3_MAX, _E4M3_MIN_SCALE)
     padded = pad(weight, (0, -columns % GROUP, 0, -rows % block_rows))
@@ -112,6 +112,18 @@ def _quantize_slice(weight: Tensor, block_rows: int, is_fp4: bool) -> tuple[Tens
     values = torch.where(halve[:, None, :, None], values * 2, values)
     scales = torch.where(peak == 0, _SCALE_ONE, scales - halve.to(torch.uint8)).to(torch.uint8)
     return values.flatten(0, 1).flatten(1)[:rows, :columns], scales
+
+
+def round_weight(weight: Tensor, storage: Storage) -> Tensor:
+    """Return dequantize(quantize(weight)) [rows, columns] in its dtype, asking the device nothing.
+
+    For training in the stored values; equal to `quantize_weight` and back for finite weights.
+    """
+    block_rows = GROUP if storage is Storage.FP8_BLOCK else 1
+    values, scales = _quantize_slice(weight.float(), block_rows, storage is Storage.FP4_ROW)
+    unit = ue8m0_decode(scales).repeat_interleave(block_rows, 0)[: weight.shape[0]]
+    unit = unit.repeat_interleave(GROUP, 1)[:, : weight.shape[1]]
+    return (values * unit).to(weight.dtype)
 
 
 def storage_of(codes: Tensor, scales: Tensor) -> Storage:

@@ -1,14 +1,17 @@
-"""The training loop: one for every run, fp32 on CPU, resumable and repeatable.
+"""The training loop: one for every run, on a CPU or a GPU, resumable and repeatable.
 
-A step reads one batch, accumulates gradients over its parts, clips, steps AdamW and the expert
-balance, and writes one line. Nothing in it reads a clock to decide anything. A loss or gradient
-that is not finite stops the run at that step and leaves the last saved state in place.
+A step reads one batch, takes its gradients, steps the optimisers and writes one line (`step.py`).
+Nothing in it reads a clock to decide anything. A loss or gradient that is not finite, or a loss far
+above the last ones, stops the run before the step changes anything, names the layer, keeps the
+batch, and leaves the last saved state in place.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,23 +19,29 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 
+from finwhale.config.model import ModelConfig
 from finwhale.config.run import RunConfig
 from finwhale.data.baselines import Baseline
 from finwhale.data.batches import BatchOrder
-from finwhale.data.packing import NO_TARGET
+from finwhale.kernels.select import training_ops
 from finwhale.model import Backbone, Numerics
-from finwhale.ops import FAST
-from finwhale.train import record
-from finwhale.train.balance import ExpertBalance
-from finwhale.train.evaluate import bits_per_byte
-from finwhale.train.loss import Batch, loss_sum
-from finwhale.train.optimizer import build_optimizer, is_frozen, learning_rate
+from finwhale.optim.optimizers import Optimizers, learning_rate
+from finwhale.train import diagnose, record
+from finwhale.train.evaluate import answer_accuracy, bits_per_byte, index_recall
+from finwhale.train.events import Events
+from finwhale.train.loss import Batch
 from finwhale.train.progress import TrainingProgress
 from finwhale.train.run_data import RunData, prepare_data
-from finwhale.train.state import STATE_FILE, load_state, save_state
+from finwhale.train.state import STATE_FILE, StateError, load_state, save_state
+from finwhale.train.step import StepMeasures, TrainStep
+
+# Losses whose median a new one is compared with.
+_SPIKE_WINDOW = 64
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class TrainingError(RuntimeError):
@@ -51,29 +60,62 @@ class TrainResult:
 
 
 @contextmanager
-def _repeatable(threads: int) -> Iterator[None]:
-    """Fix the number of threads and forbid atomic accumulation, whose order varies."""
+def _repeatable(run: RunConfig) -> Iterator[None]:
+    """Fix the number of threads and forbid atomic accumulation, whose order varies.
+
+    On a GPU the kernels here use none where it matters, and the switch would refuse operations
+    whose order is fixed in the way they are used; there it stays off. bf16 runs multiply their
+    remaining fp32 matrices in TF32 (D15).
+    """
     before = torch.get_num_threads(), torch.get_deterministic_debug_mode()
-    torch.set_num_threads(threads)
-    # The same switch as use_deterministic_algorithms, which imports a compiler for seconds.
-    torch.set_deterministic_debug_mode("error")
+    precision = torch.get_float32_matmul_precision()
+    torch.set_num_threads(run.threads)
+    if run.device == "cpu":
+        # The same switch as use_deterministic_algorithms, which imports a compiler for seconds.
+        torch.set_deterministic_debug_mode("error")
+    elif run.precision == "bf16":
+        torch.set_float32_matmul_precision("high")
     try:
         yield
     finally:
         torch.set_num_threads(before[0])
         torch.set_deterministic_debug_mode(before[1])
+        torch.set_float32_matmul_precision(precision)
 
 
-def build_model(run: RunConfig, data: RunData) -> Backbone:
-    """Return the run's freshly initialised model."""
+def build_model(run: RunConfig, model_config: ModelConfig, token_map: torch.Tensor) -> Backbone:
+    """Return the run's freshly initialised model on its device."""
     model = Backbone(
-        data.model,
-        token_map=torch.from_numpy(data.token_map),
-        numerics=Numerics(cache_rounding=run.cache_rounding),
-        ops=FAST,
+        model_config,
+        token_map=token_map,
+        numerics=Numerics(
+            cache_rounding=run.cache_rounding,
+            dtype=_DTYPES[run.precision],
+            weight_dtype=torch.float32,
+        ),
+        ops=training_ops(run.device),
     )
     model.init_weights(run.seed)
+    model.to_device(run.device)
+    if run.device == "cuda":
+        model.stack_experts()
     return model
+
+
+def build_optimizers(run: RunConfig, model: Backbone) -> Optimizers:
+    """Return the optimisers that the run names, on the model's parameters."""
+    optim, indexer = run.optim, run.indexer
+    return Optimizers(
+        model,
+        scheme=optim.scheme,
+        indexer="frozen" if indexer.form == "frozen" else indexer.optimizer,
+        router=optim.router,
+        indexer_lr_scale=indexer.lr_scale,
+        weight_decay=optim.weight_decay,
+        eps=optim.eps,
+        beta1=optim.beta1,
+        beta2=optim.beta2,
+    )
 
 
 def validate(run: RunConfig, model: Backbone, data: RunData) -> float:
@@ -81,9 +123,15 @@ def validate(run: RunConfig, model: Backbone, data: RunData) -> float:
     return bits_per_byte(
         model,
         data.validation,
-        data.corpus.validation_bytes,
+        data.validation_bytes,
         chunk_tokens=run.loss_chunk_tokens,
+        batch_rows=_same_shape(run),
     )
+
+
+def _same_shape(run: RunConfig) -> int | None:
+    """Return the rows of a pass on a GPU, where another shape would be compiled anew."""
+    return run.micro_batch_rows if run.device == "cuda" else None
 
 
 def train(
@@ -101,9 +149,10 @@ def train(
     resume   go on from the state in `out`; without one, start from the beginning
     on_step  receives every metrics record
 
-    Writes run.json, metrics.jsonl, loss.png, tokenizer.json and the training state. Raises
-    RunFolderError if `out` holds another run, or a state and `resume` is off; TrainingError if a
-    loss or gradient is not finite.
+    Writes run.json, metrics.jsonl, TensorBoard events if TensorBoard is installed, PNG plots,
+    tokenizer.json and the training state. Raises RunFolderError if `out` holds another run, or a
+    state and `resume` is off; TrainingError if a loss or gradient is not finite, a loss jumps, or
+    the disk is full.
     """
     out, console = Path(out), console or Console()
     out.mkdir(parents=True, exist_ok=True)
@@ -111,7 +160,7 @@ def train(
         raise record.RunFolderError(
             f"{out}: holds a training state; resume it (--resume) or choose another folder"
         )
-    with _repeatable(run.threads):
+    with _repeatable(run):
         return _Run(run, out, recipe, console, on_step).go()
 
 
@@ -124,20 +173,21 @@ class _Run:
         resolved = replace(run, model=self.data.model).to_json()
         earlier = record.claim_folder(out, resolved, self.data.digest)
         self.baselines = self.data.baselines()
-        self.model = build_model(run, self.data)
-        self.optimizer = build_optimizer(self.model, run.optim)
-        self.balance = ExpertBalance(self.model, run.optim.balance_rate)
+        self.model = build_model(run, self.data.model, torch.from_numpy(self.data.token_map))
+        self.optimizers = build_optimizers(run, self.model)
         self.order = BatchOrder(
             num_rows=self.data.train.num_rows, batch_rows=run.batch_rows, seed=run.seed
         )
-        self.trained = [p for p in self.model.parameters() if p.requires_grad]
-        counters = load_state(out, self.model, self.optimizer)
+        counters = load_state(out, self.model, self.optimizers)
+        self.training = TrainStep(run, self.model, self.optimizers)
         self.step = counters["step"] if counters else 0
         self.elapsed_before_s = counters["elapsed_s"] if counters else 0.0
         self.saved_step = self.step
+        self.metrics = record.Metrics(out, counters["metrics_bytes"] if counters else 0)
+        self.events = Events(out, self.step)
+        self.recent = [r["loss"] for r in record.read_metrics(out) if "loss" in r][-_SPIKE_WINDOW:]
         self.facts = self._facts(resolved, recipe, earlier)
         record.write_json(out / record.RUN_FILE, self.facts)
-        self.metrics = record.Metrics(out, counters["metrics_bytes"] if counters else 0)
         self.started_s = time.perf_counter()
 
     def _facts(self, resolved, recipe, earlier) -> dict[str, Any]:
@@ -149,25 +199,24 @@ class _Run:
             "data_digest": data.digest,
             "source": record.source_commit(),
             "versions": record.versions(),
-            "device": record.device_name(),
+            "device": record.device_name(self.run.device),
+            "tensorboard": self.events.is_on,
             "seed": self.run.seed,
             "started": earlier.get("started", now),
             "resumed_at_steps": earlier.get("resumed_at_steps", []) + [self.step] * (self.step > 0),
             "data": {
-                "train_documents": len(data.corpus.train),
-                "train_bytes": data.corpus.train_bytes,
+                **data.facts,
                 "train_targets": data.train.num_targets,
-                "validation_documents": len(data.corpus.validation),
-                "validation_bytes": data.corpus.validation_bytes,
-                "unreadable_files": data.corpus.num_unreadable,
                 "padding_rate": data.train.padding_rate,
             },
             "baselines": [
                 {"name": b.name, "bits_per_byte": b.bits_per_byte, "masses": b.masses}
                 for b in self.baselines
             ],
-            # No gradient reaches what a hard selection reads.
-            "frozen": [name for name, _ in self.model.named_parameters() if is_frozen(name)],
+            "optimizers": [
+                {**dataclasses.asdict(g.rule), "tensors": len(g.names), "numbers": g.num_parameters}
+                for g in self.optimizers.groups
+            ],
             "finished": False,
         }
 
@@ -179,12 +228,13 @@ class _Run:
         run, data = self.run, self.data
         steps, positions = run.schedule.steps, run.batch_rows * run.sequence_length
         lines = [
-            f"text: {data.corpus.train_bytes:,} bytes to train on, "
-            f"{data.corpus.validation_bytes:,} held out ({run.data.corpus})",
-            f"tokens: {data.train.num_targets:,}, vocabulary {data.tokenizer.vocab_size:,}, "
+            f"text: {data.train_bytes:,} bytes to train on, "
+            f"{data.validation_bytes:,} held out ({run.data.corpus})",
+            f"tokens: {data.train.num_targets:,}, vocabulary {data.vocab_size:,}, "
             f"padding {data.train.padding_rate:.2%}",
             f"model: {sum(p.numel() for p in self.model.parameters()):,} parameters, "
-            f"{run.threads} threads",
+            f"{run.precision} on {record.device_name(run.device)}",
+            f"optimisers: {run.optim.scheme}; indexer: {run.indexer.form}",
             f"run: {steps:,} steps of {positions:,} positions, seed {run.seed}",
         ]
         if self.step:
@@ -207,13 +257,12 @@ class _Run:
                     # A smoothed pace: single steps vary with the lengths of their documents.
                     pace_s = took_s if pace_s is None else 0.9 * pace_s + 0.1 * took_s
                     is_last = self.step == steps
-                    every = self.run.eval_every
-                    if is_last or (every and self.step % every == 0):
-                        validation_bpb = validate(self.run, self.model, self.data)
-                        values["validation_bpb"] = validation_bpb
+                    values |= self._evaluated(is_last)
+                    validation_bpb = values.get("validation_bpb", validation_bpb)
                     values["tokens_per_s"] = round(tokens_per_step / took_s, 1)
                     values["elapsed_s"] = round(self.elapsed_s, 3)
                     self.metrics.write(values)
+                    self.events.write(values)
                     if is_last or self.step % self.run.save_every == 0:
                         self._save()
                     left_s = (steps - self.step) * pace_s
@@ -222,64 +271,122 @@ class _Run:
                         self.on_step(values)
         finally:
             self.metrics.close()
+            self.events.close()
         if validation_bpb is None:
-            validation_bpb = validate(self.run, self.model, self.data)
+            self.training.enter(steps - 1)
+            with self.training.deployed_weights():
+                validation_bpb = validate(self.run, self.model, self.data)
         return self._finish(validation_bpb)
 
     def _one_step(self) -> dict[str, Any]:
         run, step = self.run, self.step
-        rate = learning_rate(step, run.optim.lr, run.schedule)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        batch = Batch.of(self.data.train, self.order.rows(step))
-        num_targets = batch.num_targets
-        self.optimizer.zero_grad(set_to_none=True)
-        loss = 0.0
-        for part in batch.parts(run.micro_batch_rows):
-            self.balance.watch(part.targets != NO_TARGET)
-            part_loss = loss_sum(self.model, part, chunk_tokens=run.loss_chunk_tokens) / num_targets
-            loss += float(part_loss.detach())
-            self._require_finite("loss", loss)
-            part_loss.backward()
-        norm = float(torch.nn.utils.clip_grad_norm_(self.trained, run.optim.grad_clip))
-        self._require_finite("gradient norm", norm)
-        self.optimizer.step()
-        overuse = self.balance.update()
+        schedule = run.schedule
+        rate = learning_rate(
+            step,
+            run.optim.lr,
+            schedule,
+            shape=schedule.shape,
+            hold_until=schedule.hold_until,
+            decay_until=schedule.decay_until,
+        )
+        rows = self.order.rows(step)
+        batch = Batch.of(self.data.train, rows)
+        measured = self.training.gradients(batch, step)
+        why = self._refusal(measured)
+        if why is not None:
+            raise self._stopped(why, batch, rows)
+        overuse = self.training.update(rate)
         self.step += 1
-        return {
+        self.recent = [*self.recent[1 - _SPIKE_WINDOW :], measured.loss]
+        values: dict[str, Any] = {
             "step": self.step,
-            "loss": loss,
-            "targets": num_targets,
+            "loss": measured.loss,
+            "targets": batch.num_targets,
             "lr": rate,
-            "grad_norm": norm,
+            "grad_norm": measured.grad_norm,
             "expert_overuse": overuse,
         }
+        if measured.index_losses:
+            values["index_loss"] = {f"L{k}": v for k, v in measured.index_losses.items()}
+            values["index_grad_norm"] = measured.index_grad_norm
+        return values
 
-    def _require_finite(self, what: str, value: float) -> None:
-        if not math.isfinite(value):
-            kept = f"the state after step {self.saved_step} is kept" if self.saved_step else ""
-            remedy = "lower optim.lr or optim.grad_clip"
-            raise TrainingError(
-                f"step {self.step + 1}: {what} is {value}; {remedy}" + (f"; {kept}" if kept else "")
-            )
+    def _evaluated(self, is_last: bool) -> dict[str, Any]:
+        """Return what is due after this step: bits per byte, accuracy of a task, index recall."""
+        run, found = self.run, {}
+        with self.training.deployed_weights():
+            if is_last or (run.eval_every and self.step % run.eval_every == 0):
+                found["validation_bpb"] = validate(run, self.model, self.data)
+                if self.data.is_task:
+                    found["answer_accuracy"] = answer_accuracy(
+                        self.model, self.data.validation, batch_rows=_same_shape(run)
+                    )
+            every = run.indexer.recall_every
+            if self.training.owners and (is_last or (every and self.step % every == 0)):
+                found["index_recall"] = self._recall()
+        return found
+
+    def _recall(self) -> dict[str, float | None]:
+        """Return the recall of every indexer on the first validation rows; None: no choice."""
+        run = self.run
+        found = index_recall(
+            self.model,
+            self.data.validation,
+            sampled=run.indexer.recall_rows,
+            num_rows=max(1, 16_384 // run.sequence_length),
+            batch_rows=_same_shape(run),
+        )
+        return {f"L{k}": None if math.isnan(v) else v for k, v in found.items()}
+
+    def _refusal(self, measured: StepMeasures) -> str | None:
+        """Return why this step must not be taken, or None."""
+        checked = {"loss": measured.loss, "gradient norm": measured.grad_norm}
+        checked |= {f"index loss of layer {k}": v for k, v in measured.index_losses.items()}
+        checked["index gradient norm"] = measured.index_grad_norm
+        for what, value in checked.items():
+            if not math.isfinite(value):
+                return f"{what} is {value}; lower optim.lr or optim.grad_clip"
+        factor = self.run.spike_factor
+        if factor and len(self.recent) == _SPIKE_WINDOW:
+            usual = statistics.median(self.recent)
+            if measured.loss > factor * usual:
+                return (
+                    f"loss {measured.loss:.4g} is more than {factor:g} times {usual:.4g}, the "
+                    f"median of the last {_SPIKE_WINDOW} steps; lower optim.lr, or resume with "
+                    "--set spike_factor=0 to go on"
+                )
+        return None
+
+    def _stopped(self, why: str, batch: Batch, rows: np.ndarray) -> TrainingError:
+        """Return the error of a step that was not taken, its layer found and its batch kept."""
+        prepared = batch.prepared(self.training.ratios, self.run.device)
+        found = diagnose.first_bad_layer(self.model, prepared)
+        if "all streams are finite" in found and "norm" in why:
+            found = diagnose.bad_gradients(self.model)
+        path = diagnose.save_failed_batch(self.out, batch, step=self.step + 1, rows=rows, why=why)
+        kept = f"; the state after step {self.saved_step} is kept" if self.saved_step else ""
+        return TrainingError(f"step {self.step + 1}: {why}. {found}; batch in {path}{kept}")
 
     def _save(self) -> None:
-        save_state(
-            self.out,
-            self.model,
-            self.optimizer,
-            step=self.step,
-            metrics_bytes=self.metrics.length_bytes,
-            elapsed_s=self.elapsed_s,
-        )
+        try:
+            save_state(
+                self.out,
+                self.model,
+                self.optimizers,
+                step=self.step,
+                metrics_bytes=self.metrics.length_bytes,
+                elapsed_s=self.elapsed_s,
+            )
+        except StateError as error:
+            raise TrainingError(f"step {self.step}: {error}") from None
         self.saved_step = self.step
 
     def _finish(self, validation_bpb: float) -> TrainResult:
-        corpus, packed = self.data.corpus, self.data.train
-        record.draw_curve(
+        record.draw_plots(
             self.out,
             {b.name: b.bits_per_byte for b in self.baselines},
-            corpus.train_bytes / packed.num_targets,
+            self.data.train_bytes / self.data.train.num_targets,
+            self.data.is_task,
         )
         elapsed_s = self.elapsed_s
         self.facts |= {

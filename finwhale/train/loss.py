@@ -1,23 +1,22 @@
-"""Next-token loss over packed rows, as a sum and a count that are divided once.
+"""Batches of packed rows, and the next-token loss over them as a sum.
 
 The sum over all micro-batches of a step is divided by the number of targets of the whole step, so
 splitting a batch into parts changes nothing but rounding. A mean per part would weigh every part
-alike, however few targets it holds. Logits are made a slice at a time and again in the backward
-pass, so memory does not grow with rows times vocabulary.
+alike, however few targets it holds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from finwhale.data.packing import NO_TARGET, PackedRows
 from finwhale.model import Backbone, Packing
+from finwhale.model.selection_plan import SelectionPlan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,21 +57,28 @@ class Batch:
                 packing=Packing.from_lengths(lengths, tokens=self.ids.shape[1]),
             )
 
+    def prepared(self, ratios: tuple[int, ...], device: str) -> Batch:
+        """Return the batch on `device`, its compression groups made; shapes depend on [B, T]."""
+        return replace(
+            self,
+            ids=self.ids.to(device),
+            targets=self.targets.to(device),
+            packing=self.packing.prepared(ratios, device),
+        )
 
-def loss_sum(model: Backbone, batch: Batch, *, chunk_tokens: int) -> Tensor:
-    """Return the summed negative log-likelihood of the batch's targets, in nats, fp32 scalar."""
-    hidden = model.hidden(batch.ids, packing=batch.packing)  # [B, T, C]
-    has_target = batch.targets != NO_TARGET
-    rows, wanted = hidden[has_target], batch.targets[has_target]  # [N, C], [N]
 
-    def chunk_loss(part: Tensor, target: Tensor) -> Tensor:
-        return torch.nn.functional.cross_entropy(model.logits(part), target, reduction="sum")
+def loss_sum(
+    model: Backbone, batch: Batch, *, chunk_tokens: int, plan: SelectionPlan | None = None
+) -> Tensor:
+    """Return the summed negative log-likelihood of the batch's targets, in nats, fp32 scalar.
 
-    total = torch.zeros((), dtype=torch.float32)
-    for start in range(0, len(rows), chunk_tokens):
-        part, target = rows[start : start + chunk_tokens], wanted[start : start + chunk_tokens]
-        if torch.is_grad_enabled() and len(rows) > chunk_tokens:
-            total = total + checkpoint(chunk_loss, part, target, use_reentrant=False)
-        else:
-            total = total + chunk_loss(part, target)
-    return total
+    plan  how the pass selects and who watches it; None: as deployed
+    """
+    hidden = model.hidden(batch.ids, packing=batch.packing, plan=plan).flatten(0, 1)  # [N, C]
+    targets = batch.targets.flatten()
+    if hidden.device.type == "cpu":
+        # Padding has no target: leave its rows out of the largest product. A GPU would have to
+        # tell the host how many there are.
+        has_target = targets != NO_TARGET
+        hidden, targets = hidden[has_target], targets[has_target]
+    return model.parts.ops.head_loss(hidden, model.head.weight, targets, chunk_tokens)

@@ -1,4 +1,4 @@
-"""What a run leaves behind for the reader: `run.json`, `metrics.jsonl`, the loss curve.
+"""What a run leaves behind for the reader: `run.json`, `metrics.jsonl`, the plots.
 
 `run.json` is written before the first step and completed at the end. Of `metrics.jsonl` every
 field but `tokens_per_s` and `elapsed_s` is a function of the run alone: two runs of one recipe
@@ -8,18 +8,24 @@ on one machine write the same numbers.
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 RUN_FILE = "run.json"
 METRICS_FILE = "metrics.jsonl"
 CURVE_FILE = "loss.png"
+INDEXER_FILE = "indexer.png"
 TIMING_FIELDS = ("tokens_per_s", "elapsed_s")
 
 
@@ -49,22 +55,24 @@ def source_commit() -> dict[str, Any] | None:
 
 def versions() -> dict[str, str]:
     """Return the versions that a result may depend on."""
-    import numpy
-    import tokenizers
+    import importlib.metadata
 
     import finwhale
 
-    return {
-        "finwhale": finwhale.__version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "numpy": numpy.__version__,
-        "tokenizers": tokenizers.__version__,
-    }
+    found = {"finwhale": finwhale.__version__, "python": platform.python_version()}
+    for package in ("torch", "numpy", "tokenizers", "triton", "liger-kernel"):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    found["torch"] = torch.__version__
+    return found
 
 
-def device_name() -> str:
-    """Return the processor and how many threads compute."""
+def device_name(device: str = "cpu") -> str:
+    """Return the processor and how many threads compute, or the GPU's name."""
+    if device == "cuda":
+        return f"cuda {torch.cuda.get_device_name()}"
     return f"cpu {platform.machine()}, {torch.get_num_threads()} threads, {sys.platform}"
 
 
@@ -89,11 +97,20 @@ def claim_folder(out: Path, resolved: dict[str, Any], digest: str) -> dict[str, 
         raise RunFolderError(f"{path}: not valid JSON ({error}); choose another folder") from None
     wanted = {"config": json.loads(json.dumps(resolved)), "data_digest": digest}
     for key, want in wanted.items():
-        difference = _first_difference(earlier.get(key), want, key)
+        difference = _first_difference(_compared(earlier.get(key)), _compared(want), key)
         if difference:
             remedy = "resume with the same recipe, or choose another folder"
             raise RunFolderError(f"{path}: holds another run: {difference}; {remedy}")
     return earlier
+
+
+def _compared(value: Any) -> Any:
+    """Return a record without what may change: when to give up is no part of the mathematics."""
+    return (
+        {k: v for k, v in value.items() if k != "spike_factor"}
+        if isinstance(value, dict)
+        else value
+    )
 
 
 def _first_difference(found: Any, want: Any, path: str) -> str | None:
@@ -137,30 +154,133 @@ def curve(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{k: v for k, v in r.items() if k not in TIMING_FIELDS} for r in records]
 
 
-def draw_curve(out: Path, baselines: dict[str, float], bytes_per_token: float) -> Path:
-    """Draw training and validation bits per byte over steps, baselines as lines; return the file.
+def draw_plots(
+    out: Path, baselines: dict[str, float], bytes_per_token: float, is_task: bool
+) -> tuple[Path, ...]:
+    """Draw loss.png, and indexer.png if an indexer was trained or measured; return the files.
 
-    The training loss is per token; `bytes_per_token` of the training text converts it.
+    Both show all of `metrics.jsonl`, so a resumed run shows its earlier steps as well.
     """
-    import math
+    curve_file = draw_curve(out, baselines, bytes_per_token, is_task=is_task)
+    indexer_file = draw_indexer(out)
+    return (curve_file, indexer_file) if indexer_file else (curve_file,)
 
+
+def plots_of(out: Path) -> tuple[Path, ...]:
+    """Return the plots that lie in `out`."""
+    files = (out / name for name in (CURVE_FILE, INDEXER_FILE))
+    return tuple(file for file in files if file.exists())
+
+
+def draw_curve(
+    out: Path, baselines: dict[str, float], bytes_per_token: float, *, is_task: bool = False
+) -> Path:
+    """Write the picture of `loss_figure` and return the file."""
+    figure = loss_figure(read_metrics(out), baselines, bytes_per_token, is_task=is_task)
+    figure.savefig(out / CURVE_FILE, dpi=110)
+    return out / CURVE_FILE
+
+
+def draw_indexer(out: Path) -> Path | None:
+    """Write the picture of `indexer_figure` and return the file, None if there is none."""
+    figure = indexer_figure(read_metrics(out))
+    if figure is None:
+        return None
+    figure.savefig(out / INDEXER_FILE, dpi=110)
+    return out / INDEXER_FILE
+
+
+def _figure() -> Figure:
+    """Return an empty figure that draws into memory: no window, no global state."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    records = read_metrics(out)
     figure = Figure(figsize=(8, 5), layout="constrained")
     FigureCanvasAgg(figure)
+    return figure
+
+
+def loss_figure(
+    records: Sequence[dict[str, Any]],
+    baselines: dict[str, float],
+    bytes_per_token: float,
+    *,
+    is_task: bool,
+) -> Figure:
+    """Return training and validation bits over steps, baselines as lines.
+
+    The loss is in nats per target: bits per byte = loss / ln 2 / `bytes_per_token` of the training
+    text. A task has no text: its axis is bits per answer token, and a second axis shows the share
+    of right answers. A series without a value is left out.
+    """
+    figure = _figure()
     axes = figure.add_subplot()
-    train = [(r["step"], r["loss"] / math.log(2) / bytes_per_token) for r in records if "loss" in r]
-    held_out = [(r["step"], r["validation_bpb"]) for r in records if "validation_bpb" in r]
-    axes.plot(*zip(*train, strict=True), linewidth=0.8, label="training batch")
+    nats_per_unit = math.log(2) * (1.0 if is_task else bytes_per_token)
+    train = [(step, loss / nats_per_unit) for step, loss in _series(records, "loss")]
+    held_out = _series(records, "validation_bpb")
+    if train:
+        axes.plot(*zip(*train, strict=True), linewidth=0.8, label="training batch")
     if held_out:
         axes.plot(*zip(*held_out, strict=True), "o-", label="validation")
     for number, (name, value) in enumerate(baselines.items()):
         style = ("--", "-.", ":")[number % 3]
         axes.axhline(value, linestyle=style, color="0.3", label=f"{name}, validation: {value:.3f}")
-    axes.set(xlabel="step", ylabel="bits per byte", title="Loss")
-    axes.legend()
-    path = out / CURVE_FILE
-    figure.savefig(path, dpi=110)
-    return path
+    ylabel = "bits per answer token" if is_task else "bits per byte"
+    axes.set(xlabel="step", ylabel=ylabel, title="Loss")
+    handles, labels = axes.get_legend_handles_labels()
+    accuracy = _series(records, "answer_accuracy")
+    if accuracy:
+        share = axes.twinx()
+        share.plot(*zip(*accuracy, strict=True), "s--", color="C2", label="right answers")
+        share.set(ylabel="share of right answers", ylim=(-0.02, 1.02))
+        more = share.get_legend_handles_labels()
+        handles, labels = handles + more[0], labels + more[1]
+    if handles:
+        # Below the plot: with two axes no corner is surely free.
+        figure.legend(handles, labels, loc="outside lower center", ncols=3)
+    return figure
+
+
+def indexer_figure(records: Sequence[dict[str, Any]]) -> Figure | None:
+    """Return recall (points) above index loss (lines), one colour per owner layer, over steps.
+
+    Recall is missing where no query had a choice. None if no record has either.
+    """
+    recalls, losses = _by_layer(records, "index_recall"), _by_layer(records, "index_loss")
+    layers = sorted({*recalls, *losses}, key=lambda name: int(name[1:]))
+    if not layers:
+        return None
+    figure = _figure()
+    upper, lower = figure.subplots(2, 1, sharex=True)
+    for number, layer in enumerate(layers):
+        # matplotlib's cycle has ten colours; "C10" is the first again.
+        color = f"C{number}"
+        if layer in recalls:
+            steps, values = zip(*recalls[layer], strict=True)
+            upper.plot(steps, values, "o", color=color, label=layer)
+        if layer in losses:
+            steps, values = zip(*losses[layer], strict=True)
+            lower.plot(steps, values, linewidth=0.8, color=color, label=layer)
+    upper.set(ylabel="recall", ylim=(-0.02, 1.02), title="Indexers")
+    lower.set(xlabel="step", ylabel="index loss, nats")
+    if losses and all(value > 0 for points in losses.values() for _, value in points):
+        lower.set_yscale("log")
+    for axes, series in ((upper, recalls), (lower, losses)):
+        if series:
+            axes.legend(ncols=2)
+    return figure
+
+
+def _series(records: Sequence[dict[str, Any]], name: str) -> list[tuple[int, float]]:
+    """Return (step, value) of the records that have a value of this name."""
+    return [(r["step"], r[name]) for r in records if r.get(name) is not None]
+
+
+def _by_layer(records: Sequence[dict[str, Any]], name: str) -> dict[str, list[tuple[int, float]]]:
+    """Return the points of each layer of a nested field; a layer without a value is absent."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    for record in records:
+        for layer, value in record.get(name, {}).items():
+            if value is not None:
+                found.setdefault(layer, []).append((record["step"], value))
+    return found

@@ -1,13 +1,18 @@
-"""Everything a run reads, from its DataConfig: corpus, tokenizer, packed rows, Engram map.
+"""Everything a run reads, from its DataConfig: packed rows, Engram map, baselines.
 
-One place builds it, so a resumed run, the demo and an evaluation read the same rows.
+One place builds it, so a resumed run, the demo and an evaluation read the same rows. Three
+sources: text (the standard library's or a folder), tokenised shards, and generated tasks, whose
+documents are one row each and whose targets are the answers alone.
 """
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -15,62 +20,89 @@ from finwhale.config.model import ConfigError, ModelConfig
 from finwhale.config.presets import with_compressed_vocab
 from finwhale.config.run import RunConfig
 from finwhale.data.baselines import Baseline, text_baselines
-from finwhale.data.packing import PackedRows, pack
+from finwhale.data.long_tasks import TaskError, task_example
+from finwhale.data.packing import NO_TARGET, PackedRows, pack
+from finwhale.data.shards import Shards, read_shards
 from finwhale.data.stdlib_corpus import Corpus, read_corpus
 from finwhale.text.engram_map import token_map
 from finwhale.text.tokenizer import Tokenizer
 from finwhale.text.train_tokenizer import train_tokenizer
 from finwhale.train.record import RUN_FILE
 
+_TASK = "task:"
+_ROWS_OF_ONE_PART = 1024
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunData:
     """The data of one run; `model` is the run's model sized for the tokenizer's Engram map.
 
-    token_map  [V] int64
+    token_map        [V] int64
+    train_bytes, validation_bytes  of text; for a task, its answers
+    facts            counts for run.json
+    is_task          targets are answers, so accuracy means something
     """
 
-    corpus: Corpus
-    tokenizer: Tokenizer
-    tokenizer_file: Path
     model: ModelConfig
     token_map: np.ndarray
     train: PackedRows
     validation: PackedRows
-    train_ids: list[list[int]]
-    validation_ids: list[list[int]]
+    train_bytes: int
+    validation_bytes: int
+    digest: str
+    facts: dict[str, Any]
+    is_task: bool = False
+    tokenizer: Tokenizer | None = None
+    tokenizer_file: Path | None = None
+    _text: tuple[Corpus, list[list[int]], list[list[int]]] | None = field(default=None, repr=False)
 
     @property
-    def digest(self) -> str:
-        """SHA-256 over the corpus digest and the tokenizer file."""
-        return hashlib.sha256(
-            self.corpus.digest.encode() + self.tokenizer_file.read_bytes()
-        ).hexdigest()
+    def text(self) -> tuple[Tokenizer, Path]:
+        """Return the tokenizer and its file; a generated task has none."""
+        if self.tokenizer is None or self.tokenizer_file is None:
+            raise ConfigError("data.corpus: a task has no text, and so no tokenizer")
+        return self.tokenizer, self.tokenizer_file
 
-    def baselines(self) -> tuple[Baseline, Baseline, Baseline]:
-        """Return token unigram, token bigram and byte trigram on the validation text."""
+    @property
+    def vocab_size(self) -> int:
+        return self.model.text_config.vocab_size
+
+    def baselines(self) -> tuple[Baseline, ...]:
+        """Return n-gram baselines on the validation text; none for shards and tasks."""
+        if self._text is None:
+            return ()
+        corpus, train_ids, validation_ids = self._text
         return text_baselines(
-            [document.text for document in self.corpus.train],
-            [document.text for document in self.corpus.validation],
-            self.train_ids,
-            self.validation_ids,
-            vocab_size=self.model.text_config.vocab_size,
+            [document.text for document in corpus.train],
+            [document.text for document in corpus.validation],
+            train_ids,
+            validation_ids,
+            vocab_size=self.vocab_size,
         )
 
 
-def prepare_data(run: RunConfig, out: Path) -> RunData:
+def prepare_data(run: RunConfig, out: Path, *, map_parts: Callable = map) -> RunData:
     """Read, tokenise and pack the data of `run`.
+
+    map_parts  how a task's rows are made, part by part: the built-in map, or that of a process pool
 
     A tokenizer that the run does not name is trained on the training side and written to
     `out/tokenizer.json`; a run that is already recorded in `out` reads its own back.
     """
+    if run.data.corpus.startswith(_TASK):
+        return _task_data(run, run.data.corpus.removeprefix(_TASK), map_parts)
+    if run.data.corpus != "stdlib" and (Path(run.data.corpus) / "meta.json").exists():
+        return _shard_data(run, Path(run.data.corpus))
+    return _text_data(run, out)
+
+
+def _text_data(run: RunConfig, out: Path) -> RunData:
     root = None if run.data.corpus == "stdlib" else run.data.corpus
     corpus = read_corpus(
         root,
         max_train_bytes=run.data.train_bytes,
         max_validation_bytes=run.data.validation_bytes,
     )
-    vocab_size = run.model.text_config.vocab_size
     file = Path(run.data.tokenizer) if run.data.tokenizer else out / "tokenizer.json"
     is_recorded = (out / RUN_FILE).exists() and file.exists()
     if run.data.tokenizer is None and not is_recorded:
@@ -79,33 +111,179 @@ def prepare_data(run: RunConfig, out: Path) -> RunData:
                 f"{file}: is there already and belongs to no run; choose another folder, or name "
                 "it with --set data.tokenizer=FILE"
             )
-        train_tokenizer((document.text for document in corpus.train), vocab_size, file)
-    tokenizer = Tokenizer.from_file(file)
-    if tokenizer.vocab_size != vocab_size:
-        want = f"vocab_size = {vocab_size} of the model"
-        raise ConfigError(f"{file}: {tokenizer.vocab_size} ids, expected {want}")
-    ids = token_map(tokenizer)
-    model = run.model
-    if model.text_config.engram_layer_ids:
-        model = with_compressed_vocab(model, int(ids.max()) + 1)
-    sides = [
+        texts = (document.text for document in corpus.train)
+        train_tokenizer(texts, run.model.text_config.vocab_size, file)
+    tokenizer, ids, model = _tokenizer(run, file)
+    train_ids, validation_ids = (
         [[tokenizer.bos_id, *x, tokenizer.eos_id] for x in tokenizer.encode_batch(texts)]
         for texts in (
             [document.text for document in corpus.train],
             [document.text for document in corpus.validation],
         )
-    ]
-    train, validation = (
-        pack(side, sequence_length=run.sequence_length, pad_id=tokenizer.pad_id) for side in sides
     )
     return RunData(
-        corpus=corpus,
-        tokenizer=tokenizer,
-        tokenizer_file=file,
         model=model,
         token_map=ids,
+        train=_packed(run, train_ids, tokenizer),
+        validation=_packed(run, validation_ids, tokenizer),
+        train_bytes=corpus.train_bytes,
+        validation_bytes=corpus.validation_bytes,
+        digest=hashlib.sha256(corpus.digest.encode() + file.read_bytes()).hexdigest(),
+        facts={
+            "train_documents": len(corpus.train),
+            "train_bytes": corpus.train_bytes,
+            "validation_documents": len(corpus.validation),
+            "validation_bytes": corpus.validation_bytes,
+            "unreadable_files": corpus.num_unreadable,
+        },
+        tokenizer=tokenizer,
+        tokenizer_file=file,
+        _text=(corpus, train_ids, validation_ids),
+    )
+
+
+def _tokenizer(run: RunConfig, file: Path) -> tuple[Tokenizer, np.ndarray, ModelConfig]:
+    """Return the tokenizer, its Engram map and the run's model sized for that map."""
+    tokenizer = Tokenizer.from_file(file)
+    vocab_size = run.model.text_config.vocab_size
+    if tokenizer.vocab_size != vocab_size:
+        want = f"vocab_size = {vocab_size} of the model"
+        raise ConfigError(f"{file}: {tokenizer.vocab_size} ids, expected {want}")
+    ids = token_map(tokenizer)
+    return tokenizer, ids, _sized(run.model, int(ids.max()) + 1)
+
+
+def _sized(model: ModelConfig, compressed_ids: int) -> ModelConfig:
+    if not model.text_config.engram_layer_ids:
+        return model
+    return with_compressed_vocab(model, compressed_ids)
+
+
+def _packed(run: RunConfig, documents: Sequence, tokenizer: Tokenizer) -> PackedRows:
+    return pack(documents, sequence_length=run.sequence_length, pad_id=tokenizer.pad_id)
+
+
+def _shard_data(run: RunConfig, folder: Path) -> RunData:
+    if run.data.tokenizer is None:
+        raise ConfigError(
+            f"data.tokenizer: got None, expected the tokenizer.json that wrote {folder}"
+        )
+    file = Path(run.data.tokenizer)
+    tokenizer, ids, model = _tokenizer(run, file)
+    sides = {
+        side: _capped(read_shards(folder, side, tokenizer=tokenizer), limit)
+        for side, limit in (
+            ("train", run.data.train_bytes),
+            ("validation", run.data.validation_bytes),
+        )
+    }
+    (train, train_bytes), (validation, validation_bytes) = sides.values()
+    digest = hashlib.sha256((folder / "meta.json").read_bytes())
+    digest.update(f"{run.data.train_bytes} {run.data.validation_bytes}".encode())
+    return RunData(
+        model=model,
+        token_map=ids,
+        train=_packed(run, train, tokenizer),
+        validation=_packed(run, validation, tokenizer),
+        train_bytes=train_bytes,
+        validation_bytes=validation_bytes,
+        digest=digest.hexdigest(),
+        facts={
+            "train_documents": len(train),
+            "train_bytes": train_bytes,
+            "validation_documents": len(validation),
+            "validation_bytes": validation_bytes,
+        },
+        tokenizer=tokenizer,
+        tokenizer_file=file,
+    )
+
+
+def _capped(shards: Shards, max_bytes: int) -> tuple[list[np.ndarray], int]:
+    """Return documents, taken evenly over all sources, of at most about `max_bytes` of text."""
+    documents: list[np.ndarray] = []
+    num_bytes = 0
+    share = min(1.0, max_bytes / max(1, shards.num_bytes))
+    for source in shards.sources:
+        own = shards.documents(source.name)
+        wanted, taken = share * source.tokens, 0
+        for document in own:
+            if taken >= wanted:
+                break
+            documents.append(document)
+            taken += len(document)
+        num_bytes += round(source.bytes * taken / max(1, source.tokens))
+    return documents, num_bytes
+
+
+def _task_data(run: RunConfig, kind: str, map_parts: Callable) -> RunData:
+    """Generate rows of one task: train from seed 2n, validation from 2n + 1, n = data.task_seed."""
+    options = dict(_option(option) for option in run.data.task_options)
+    vocab = run.model.text_config.vocab_size
+    sides = []
+    for side, rows in enumerate((run.data.task_rows, max(1, run.data.task_rows // 16))):
+        make = partial(
+            _task_rows,
+            kind=kind,
+            seed=2 * run.data.task_seed + side,
+            tokens=run.sequence_length,
+            # Id 0 begins a document in every tokenizer here; the task leaves it out.
+            vocab=range(1, vocab - 1),
+            options=options,
+        )
+        try:
+            inputs, targets = (
+                np.concatenate(arrays)
+                for arrays in zip(*map_parts(make, _parts(rows)), strict=True)
+            )
+        except (TaskError, TypeError) as error:
+            raise ConfigError(f"data.corpus: task {kind}: {error}") from None
+        lengths = ((run.sequence_length,),) * rows
+        sides.append(PackedRows(inputs=inputs, targets=targets, lengths=lengths))
+    train, validation = sides
+    digest = hashlib.sha256(train.inputs.tobytes() + validation.inputs.tobytes())
+    return RunData(
+        model=_sized(run.model, vocab),
+        token_map=np.arange(vocab),
         train=train,
         validation=validation,
-        train_ids=sides[0],
-        validation_ids=sides[1],
+        train_bytes=train.num_targets,
+        validation_bytes=validation.num_targets,
+        digest=digest.hexdigest(),
+        facts={"task": kind, "options": options, "train_rows": train.num_rows},
+        is_task=True,
     )
+
+
+def _task_rows(
+    indices: range, *, kind: str, seed: int, tokens: int, vocab: range, options: dict[str, Any]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return inputs and targets [rows, tokens] int32 of the examples `indices` of a task."""
+    inputs = np.zeros((len(indices), tokens), dtype=np.int32)
+    targets = np.full_like(inputs, NO_TARGET)
+    for row, index in enumerate(indices):
+        example = task_example(
+            kind, seed=seed, index=index, length=tokens + 1, vocab=vocab, **options
+        )
+        ids = np.array(example.tokens)
+        inputs[row] = ids[:-1]
+        targets[row] = np.where(example.answer_mask[1:], ids[1:], NO_TARGET)
+    return inputs, targets
+
+
+def _parts(rows: int) -> list[range]:
+    return [
+        range(start, min(start + _ROWS_OF_ONE_PART, rows))
+        for start in range(0, rows, _ROWS_OF_ONE_PART)
+    ]
+
+
+def _option(option: str) -> tuple[str, int | float]:
+    """Return NAME=NUMBER as name and number."""
+    name, _, text = option.partition("=")
+    for kind in (int, float):
+        try:
+            return name, kind(text)
+        except ValueError:
+            continue
+    raise ConfigError(f"data.task_options: got {option!r}, expected NAME=NUMBER")

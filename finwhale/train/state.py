@@ -1,33 +1,57 @@
 """The training state on disk: all that is needed to go on as if nothing had happened.
 
-Weights, optimiser, random generator, step and the length of `metrics.jsonl` are one file, which
-replaces the one before in a single rename. Killed at any instant, a run finds either the old
-state or the new one, cuts the metrics file back to the recorded length, and repeats the steps
-since; the same numbers come out. Data need no state: batch n is a function of the seed and n.
+Weights, optimiser, step and the length of `metrics.jsonl` are one file, which replaces the one
+before in a single rename. Killed at any instant, a run finds either the old state or the new one,
+cuts the metrics file back to the recorded length, and repeats the steps since; the same numbers
+come out. Data and random draws need no state: they are functions of the seed and the step. Free
+space is checked first: a disk that fills up in the middle of a write has cost people their runs.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from finwhale.model import Backbone
+from finwhale.optim.optimizers import OptimizerError, Optimizers
 
 STATE_FILE = "state.pt"
-_FORMAT = 1
+_FORMAT = 2
 
 
 class StateError(ValueError):
-    """A training state that is damaged or belongs to another model."""
+    """A training state that is damaged, belongs to another model or does not fit on the disk."""
+
+
+def _tensor_bytes(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return value.numel() * value.element_size()
+    if isinstance(value, dict):
+        return sum(_tensor_bytes(v) for v in value.values())
+    if isinstance(value, (list, tuple)):
+        return sum(_tensor_bytes(v) for v in value)
+    return 0
+
+
+def require_space(folder: Path, needed_bytes: int, what: str) -> None:
+    """Raise StateError unless `folder`'s disk has room for `needed_bytes` and a tenth more."""
+    free = shutil.disk_usage(folder).free
+    if free < needed_bytes + needed_bytes // 10:
+        raise StateError(
+            f"{folder}: {what} needs {needed_bytes:,} bytes and a tenth more, {free:,} are free; "
+            "make room and resume: what was saved before is untouched"
+        )
 
 
 def save_state(
     folder: Path,
     model: Backbone,
-    optimizer: torch.optim.Optimizer,
+    optimizers: Optimizers,
     *,
     step: int,
     metrics_bytes: int,
@@ -35,28 +59,24 @@ def save_state(
 ) -> None:
     """Write the state after `step` finished steps, atomically."""
     partial, final = folder / (STATE_FILE + ".partial"), folder / STATE_FILE
+    state = {
+        "format": _FORMAT,
+        "model": model.state_dict(),
+        "optimizer": optimizers.state_dict(),
+        "step": step,
+        "metrics_bytes": metrics_bytes,
+        "elapsed_s": elapsed_s,
+    }
+    require_space(folder, _tensor_bytes(state), "the training state")
     with partial.open("wb") as file:
-        torch.save(
-            {
-                "format": _FORMAT,
-                "model": model.state_dict(),
-                "optimizer": optimizer.state_dict(),
-                "generator": torch.get_rng_state(),
-                "step": step,
-                "metrics_bytes": metrics_bytes,
-                "elapsed_s": elapsed_s,
-            },
-            file,
-        )
+        torch.save(state, file)
         file.flush()
         os.fsync(file.fileno())
     os.replace(partial, final)
 
 
-def load_state(
-    folder: Path, model: Backbone, optimizer: torch.optim.Optimizer
-) -> dict[str, Any] | None:
-    """Restore model, optimiser and generator; return the counters, or None if there is no state."""
+def load_state(folder: Path, model: Backbone, optimizers: Optimizers) -> dict[str, Any] | None:
+    """Restore model and optimisers; return the counters, or None if there is no state."""
     path = folder / STATE_FILE
     if not path.exists():
         return None
@@ -73,6 +93,8 @@ def load_state(
         if shapes[0] != shapes[1]:
             raise StateError(f"{path}: {name}: found {shapes[0]}, expected {shapes[1]}")
     model.load_state_dict(found)
-    optimizer.load_state_dict(state["optimizer"])
-    torch.set_rng_state(state["generator"])
+    try:
+        optimizers.load_state_dict(state["optimizer"])
+    except OptimizerError as error:
+        raise StateError(f"{path}: {error}") from None
     return {key: state[key] for key in ("step", "metrics_bytes", "elapsed_s")}

@@ -1,6 +1,7 @@
 """The commands that compute, called as a user calls them, on the smallest preset."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -46,7 +47,16 @@ def test_pretrain_resumes_a_finished_run_without_a_step(run_folder, tmp_path, ca
     before = (copy / "metrics.jsonl").read_bytes()
     assert cli.main([*RECIPE, "--out", str(copy), "--resume", *SHORT]) == 0
     assert (copy / "metrics.jsonl").read_bytes() == before
-    assert "bits per byte" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    records = [json.loads(line) for line in before.splitlines()]
+    cells = [re.split(r"\s{2,}", line, maxsplit=1) for line in text.splitlines()]
+    closing = {row[0]: row[1] for row in cells if len(row) == 2}
+    assert closing["validation"] == f"{records[-1]['validation_bpb']:.4f} bits per byte"
+    assert closing["token unigram"].endswith(" bits per byte")
+    recalls = {k.split()[-1] for k in closing if k.startswith("recall of indexer L")}
+    assert recalls == set(records[-1]["index_recall"]) != set()
+    assert float(closing["tokens/s"].replace(",", "")) > 0
+    assert f"plot  {copy / 'loss.png'}" in re.sub(" {2,}", "  ", text)
 
 
 def test_generate_continues_the_prompt_the_same_way_twice(run_folder, capsys):

@@ -9,6 +9,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,10 +22,12 @@ import pytest
 import torch
 from rich.console import Console
 
-from finwhale.config.run import RunConfig
+from finwhale.config.run import QuantizationConfig, RunConfig
 from finwhale.demo import run_demo
+from finwhale.train import loop
 from finwhale.train.loop import TrainingError, train
 from finwhale.train.record import RunFolderError, curve, read_metrics
+from finwhale.train.run_data import prepare_data
 from recipes.pretrain import unit_smoke
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -81,8 +84,10 @@ def test_a_run_leaves_its_record(finished, library):
     assert facts["data_digest"] == result.data.digest
     assert facts["seed"] == 0
     assert {"torch", "python", "finwhale"} <= set(facts["versions"])
-    assert facts["frozen"]
-    assert all(".indexer." in name for name in facts["frozen"])
+    owned = {o["optimizer"] for o in facts["optimizers"]}
+    assert owned == {"muon", "sinkhorn", "adamw"}
+    total = sum(p.numel() for p in result.model.parameters())
+    assert sum(o["numbers"] for o in facts["optimizers"]) == total
     text = facts["config"]["model"]["text_config"]
     assert text["engram_compressed_vocab_size"] == len(set(result.data.token_map.tolist()))
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
@@ -92,6 +97,9 @@ def test_a_run_leaves_its_record(finished, library):
     assert records[-1]["validation_bpb"] == result.validation_bpb
     assert sum(r["targets"] for r in records) <= 8 * run.batch_rows * run.sequence_length
     assert records[-1]["loss"] < records[0]["loss"]
+    owners = {f"L{spec.layer_id}" for spec in result.model.specs if spec.owns_topk}
+    assert all(set(r["index_loss"]) == owners for r in records)
+    assert set(records[-1]["index_recall"]) == owners
 
 
 def test_one_seed_gives_one_curve_bit_for_bit(finished, library, tmp_path):
@@ -193,23 +201,149 @@ def test_accumulated_steps_follow_whole_batches(finished, library, tmp_path):
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-2)
 
 
-def test_a_loss_that_is_no_number_stops_the_run(library, tmp_path, monkeypatch):
-    from finwhale.train import loop
+def _poisoned(monkeypatch, at_step: int, spoil) -> None:
+    """Let `spoil(training)` happen before step `at_step` (from 1) of any run."""
+    from finwhale.train.step import TrainStep
 
-    real = loop.loss_sum
-    calls = iter(range(100))
+    real = TrainStep.gradients
 
-    def poisoned(model, part, **options):
-        # Two parts a step: call 8 is the first part of step 5.
-        return real(model, part, **options) * (float("nan") if next(calls) == 8 else 1.0)
+    def gradients(self, batch, step):
+        if step == at_step - 1:
+            spoil(self)
+        return real(self, batch, step)
 
     monkeypatch.setattr(loop, "validate", lambda *_: 1.0)
-    monkeypatch.setattr(loop, "loss_sum", poisoned)
-    message = "step 5: loss is nan; lower optim.lr .*; the state after step 3 is kept"
+    monkeypatch.setattr(TrainStep, "gradients", gradients)
+
+
+@torch.no_grad()
+def _spoil_layer_2(training) -> None:
+    training.model.layers[2].attn.wo_b.weight[0, 0] = float("nan")
+
+
+def test_a_loss_that_is_no_number_stops_the_run_and_keeps_its_batch(library, tmp_path, monkeypatch):
+    _poisoned(monkeypatch, 5, _spoil_layer_2)
+    message = (
+        "step 5: loss is nan; lower optim.lr .*layer 2 is the first that is not finite, in row 0 "
+        "at position 0; batch in .*; the state after step 3 is kept"
+    )
     with pytest.raises(TrainingError, match=message):
         _train(smoke(library), tmp_path)
     assert [r["step"] for r in read_metrics(tmp_path)] == [1, 2, 3, 4]
     assert all(np.isfinite(r["loss"]) for r in read_metrics(tmp_path))
+    kept = torch.load(tmp_path / "failed_step.pt", weights_only=True)
+    assert kept["step"] == 5
+    assert "loss is nan" in kept["why"]
+    data = prepare_data(smoke(library), tmp_path)
+    rows = kept["rows"].numpy()
+    assert np.array_equal(kept["ids"].numpy(), data.train.inputs[rows])
+    assert np.array_equal(kept["targets"].numpy(), data.train.targets[rows])
+    wanted = [list(data.train.lengths[row]) for row in rows]
+    assert [row[: len(w)] for row, w in zip(kept["lengths"], wanted, strict=True)] == wanted
+
+
+def test_the_batch_of_a_first_step_that_fails_is_kept_whole(library, tmp_path, monkeypatch):
+    """Its parts go through tensors that are reused: they must not be the batch's own."""
+    _poisoned(monkeypatch, 1, _spoil_layer_2)
+    with pytest.raises(TrainingError, match="step 1: loss is nan"):
+        _train(smoke(library), tmp_path)
+    kept = torch.load(tmp_path / "failed_step.pt", weights_only=True)
+    data = prepare_data(smoke(library), tmp_path)
+    assert np.array_equal(kept["ids"].numpy(), data.train.inputs[kept["rows"].numpy()])
+
+
+def test_a_gradient_that_is_no_number_is_named(library, tmp_path, monkeypatch):
+    def spoil(training) -> None:
+        weight = training.model.layers[3].attn.wq_a.weight
+        weight.register_hook(lambda grad: grad * float("nan"))
+
+    _poisoned(monkeypatch, 2, spoil)
+    message = "step 2: gradient norm is nan.*not finite: layers.3.attn.wq_a.weight; batch in"
+    with pytest.raises(TrainingError, match=message):
+        _train(smoke(library), tmp_path)
+
+
+def test_a_loss_far_above_the_last_ones_stops_the_run(library, tmp_path, monkeypatch):
+    def spoil(training) -> None:
+        with torch.no_grad():
+            training.model.head.weight.mul_(300)
+
+    monkeypatch.setattr(loop, "_SPIKE_WINDOW", 3)
+    _poisoned(monkeypatch, 5, spoil)
+    message = "step 5: loss .* is more than 1.5 times .*, the median of the last 3 steps"
+    run = replace(smoke(library), spike_factor=1.5)
+    with pytest.raises(TrainingError, match=message):
+        _train(run, tmp_path / "stopped")
+    assert len(read_metrics(tmp_path / "stopped")) == 4
+    # Control: with the check off the same run goes on.
+    short = replace(run.schedule, steps=5)
+    _train(replace(run, spike_factor=0, schedule=short), tmp_path / "on")
+    assert len(read_metrics(tmp_path / "on")) == 5
+
+
+def test_a_full_disk_is_refused_before_anything_is_written(library, tmp_path, monkeypatch):
+    kept = []
+
+    def fill(values) -> None:
+        if values["step"] == 3:
+            kept.append((tmp_path / "state.pt").read_bytes())
+            nothing = shutil.disk_usage(tmp_path)._replace(free=1000)
+            monkeypatch.setattr(shutil, "disk_usage", lambda _: nothing)
+
+    with pytest.raises(TrainingError, match=r"step 6: .* bytes and a tenth more, 1,000 are free"):
+        _train(smoke(library), tmp_path, on_step=fill)
+    assert (tmp_path / "state.pt").read_bytes() == kept[0]
+    assert not (tmp_path / "state.pt.partial").exists()
+
+
+def _halted(run: RunConfig, folder: Path, after: int) -> None:
+    def stop(values) -> None:
+        if values["step"] == after:
+            raise _StoppedError
+
+    with pytest.raises(_StoppedError):
+        _train(run, folder, on_step=stop)
+
+
+VARIANTS = {
+    "explored-report": {"form": "explored"},
+    "annealed": {"form": "annealed", "scheme": "adamw"},
+    "sampled-quantised": {"form": "sampled_rows", "start": 0.5, "replay": 0.5},
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("explored-report", marks=pytest.mark.slow),
+        pytest.param("annealed", marks=pytest.mark.slow),
+        "sampled-quantised",
+    ],
+)
+def test_resumed_equals_uninterrupted_in_every_variant(library, tmp_path, name):
+    """A phase that changes and masters that are set aside are nothing a resumed run forgets."""
+    options = dict(VARIANTS[name])
+    base = smoke(library)
+    run = replace(
+        base,
+        schedule=replace(base.schedule, steps=4, warmup_steps=1),
+        batch_rows=2,
+        micro_batch_rows=1,
+        sequence_length=32,
+        save_every=1,
+        eval_every=0,
+        indexer=replace(base.indexer, form=options["form"]),
+        optim=replace(base.optim, scheme=options.get("scheme", "report")),
+        quantization=QuantizationConfig(
+            start=options.get("start", 1.0), replay=options.get("replay", 0.0)
+        ),
+    )
+    straight = _train(run, tmp_path / "straight")
+    _halted(run, tmp_path / "halted", 3)
+    resumed = _train(run, tmp_path / "halted", resume=True)
+    one, other = (curve(read_metrics(tmp_path / n)) for n in ("straight", "halted"))
+    assert one == other
+    assert _same_weights(straight, resumed)
 
 
 def test_demo_goes_from_text_to_a_loaded_checkpoint(library, tmp_path):

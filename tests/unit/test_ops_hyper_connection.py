@@ -9,9 +9,9 @@ from finwhale.ops.hyper_connection import (
     hyper_collapse,
     hyper_expand,
     hyper_mix,
+    sinkhorn_planes,
     sinkhorn_ref,
 )
-from finwhale.ops.sinkhorn import sinkhorn_planes
 
 N, C, EPS, NORM_EPS = 4, 6, 1e-6, 1e-20
 

@@ -59,7 +59,7 @@ def test_overrides_apply_in_order_and_leave_the_rest():
         ("schedule.steps=3.5", "schedule.steps: got '3.5', expected a whole number"),
         ("optim.lr=fast", "optim.lr: got 'fast', expected a number"),
         ("cache_rounding=1", "cache_rounding: got '1', expected true or false"),
-        ("optim=3", "optim: is a group of fields; set one of optim.lr"),
+        ("optim=3", "optim: is a group of fields; set one of optim.scheme, optim.lr"),
         ("seed.x=3", "seed: is a int and has no fields"),
         ("optim.lr=-1", "optim.lr: got -1.0, expected above 0"),
         ("optim.lr=nan", "optim.lr: got nan, expected above 0"),

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
 
 from finwhale.config.model import ConfigError
 from finwhale.config.presets import unit, with_compressed_vocab
-from finwhale.config.run import DataConfig, OptimConfig, RunConfig
+from finwhale.config.run import DataConfig, RunConfig
 from finwhale.model import Backbone
 from finwhale.ops import FAST
+from finwhale.optim.optimizers import Optimizers
 from finwhale.text.train_tokenizer import train_tokenizer
 from finwhale.train import state
-from finwhale.train.optimizer import build_optimizer
 from finwhale.train.record import Metrics, RunFolderError, claim_folder, curve, read_metrics
 from finwhale.train.run_data import prepare_data
 from finwhale.train.state import StateError, load_state, save_state
@@ -22,28 +23,58 @@ from finwhale.train.state import StateError, load_state, save_state
 COUNTERS = {"step": 7, "metrics_bytes": 123, "elapsed_s": 4.5}
 
 
-def _fresh(seed: int, **text) -> tuple[Backbone, torch.optim.Optimizer]:
+def _fresh(seed: int, scheme: str = "adamw") -> tuple[Backbone, Optimizers]:
     model = Backbone(with_compressed_vocab(unit(), 512), ops=FAST)
     model.init_weights(seed)
-    return model, build_optimizer(model, OptimConfig())
+    return model, Optimizers(model, scheme=scheme)
 
 
-def _step(model, optimizer) -> None:
-    optimizer.zero_grad(set_to_none=True)
-    model(torch.randint(3, 500, (1, 20))).square().mean().backward()
-    optimizer.step()
+def _step(model, optimizers, seed: int = 0) -> None:
+    optimizers.zero_grad(set_to_none=True)
+    ids = torch.randint(3, 500, (1, 20), generator=torch.Generator().manual_seed(seed))
+    model(ids).square().mean().backward()
+    optimizers.step(1e-3)
 
 
-def test_state_restores_weights_optimiser_and_generator(tmp_path):
-    model, optimizer = _fresh(0)
-    _step(model, optimizer)
-    save_state(tmp_path, model, optimizer, **COUNTERS)
-    _step(model, optimizer)
-    other, other_optimizer = _fresh(1)
-    assert load_state(tmp_path, other, other_optimizer) == COUNTERS
-    _step(other, other_optimizer)
+@pytest.mark.parametrize("scheme", ["adamw", "report"])
+def test_state_restores_weights_and_optimisers(tmp_path, scheme):
+    model, optimizers = _fresh(0, scheme)
+    _step(model, optimizers, 1)
+    save_state(tmp_path, model, optimizers, **COUNTERS)
+    _step(model, optimizers, 2)
+    other, other_optimizers = _fresh(1, scheme)
+    assert load_state(tmp_path, other, other_optimizers) == COUNTERS
+    _step(other, other_optimizers, 2)
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, other.state_dict()[name]), name
+    # Control: the same step without the optimisers' memory goes elsewhere.
+    bare, fresh_optimizers = _fresh(1, scheme)
+    load_state(tmp_path, bare, other_optimizers)
+    _step(bare, fresh_optimizers, 2)
+    assert not torch.equal(bare.embed.weight, model.embed.weight)
+
+
+def test_state_of_other_optimisers_is_refused(tmp_path):
+    save_state(tmp_path, *_fresh(0, "adamw"), **COUNTERS)
+    with pytest.raises(StateError, match=r"state\.pt: optimizer state: other owners or rules"):
+        load_state(tmp_path, *_fresh(0, "report"))
+
+
+def test_a_disk_without_room_is_refused_before_writing(tmp_path, monkeypatch):
+    model, optimizers = _fresh(0)
+    save_state(tmp_path, model, optimizers, **COUNTERS)
+    before = (tmp_path / state.STATE_FILE).read_bytes()
+    tensors = sum(t.numel() * t.element_size() for t in model.state_dict().values())
+    usage = shutil.disk_usage(tmp_path)
+    for free, is_enough in ((0, False), (tensors, False), (tensors + tensors // 10 + 1, True)):
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, n=free: usage._replace(free=n))
+        if is_enough:
+            save_state(tmp_path, model, optimizers, **COUNTERS)
+            continue
+        with pytest.raises(StateError, match=f"{free:,} are free; make room and resume"):
+            save_state(tmp_path, model, optimizers, **COUNTERS)
+        assert (tmp_path / state.STATE_FILE).read_bytes() == before
+        assert sorted(p.name for p in tmp_path.iterdir()) == [state.STATE_FILE]
 
 
 def test_no_state_is_no_error(tmp_path):
@@ -81,7 +112,7 @@ def test_state_of_another_model_is_refused_by_tensor(tmp_path):
 
 def test_state_of_another_format_is_refused(tmp_path):
     torch.save({"format": 0}, tmp_path / state.STATE_FILE)
-    with pytest.raises(StateError, match="format: got 0, expected 1"):
+    with pytest.raises(StateError, match="format: got 0, expected 2"):
         load_state(tmp_path, *_fresh(0))
 
 
@@ -126,6 +157,13 @@ def test_folder_of_another_run_is_refused_by_field(tmp_path):
     (tmp_path / "run.json").write_text("{")
     with pytest.raises(RunFolderError, match="not valid JSON"):
         claim_folder(tmp_path, same, "d")
+
+
+def test_a_run_stopped_by_a_spike_resumes_with_the_check_off(tmp_path):
+    """What the error tells the reader to do must work: `--resume --set spike_factor=0`."""
+    earlier = {"config": {"spike_factor": 3.0, "seed": 0}, "data_digest": "d"}
+    (tmp_path / "run.json").write_text(json.dumps(earlier))
+    assert claim_folder(tmp_path, {"spike_factor": 0, "seed": 0}, "d") == earlier
 
 
 def test_new_folder_has_no_earlier_run(tmp_path):

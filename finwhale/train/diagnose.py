@@ -1,0 +1,68 @@
+"""What went wrong at a step: the first layer that is not finite, and the batch on disk.
+
+Runs the failing batch once more, forward only and watched, on the weights as they were before the
+step. Source: none; what a person who finds a stopped run in the morning wants to know first.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from finwhale.model import Backbone
+from finwhale.model.selection_plan import SelectionPlan
+from finwhale.train.loss import Batch
+
+FAILED_FILE = "failed_step.pt"
+
+
+def save_failed_batch(out: Path, batch: Batch, *, step: int, rows: Any, why: str) -> Path:
+    """Write the batch of the failing step and return the file."""
+    path = out / FAILED_FILE
+    torch.save(
+        {
+            "step": step,
+            "why": why,
+            "rows": torch.as_tensor(rows),
+            "ids": batch.ids,
+            "targets": batch.targets,
+            "lengths": [list(row) for row in batch.packing.lengths],
+        },
+        path,
+    )
+    return path
+
+
+def first_bad_layer(model: Backbone, batch: Batch) -> str:
+    """Return a sentence about the first layer whose streams are not finite, or the largest ones."""
+    trace: dict[str, Any] = {}
+    with torch.no_grad():
+        model.hidden(batch.ids, packing=batch.packing, trace=trace, plan=SelectionPlan())
+    largest, where = 0.0, 0
+    for layer in range(len(model.specs) + 1):
+        streams = trace[f"streams.{layer}"]
+        finite = torch.isfinite(streams).flatten(2).all(-1)
+        if not bool(finite.all()):
+            row, position = (int(x) for x in (~finite).nonzero()[0])
+            place = "the embedding" if layer == 0 else f"layer {layer - 1}"
+            return f"{place} is the first that is not finite, in row {row} at position {position}"
+        size = float(streams.abs().max())
+        if size > largest:
+            largest, where = size, layer
+    place = "the embedding" if where == 0 else f"layer {where - 1}"
+    return f"all streams are finite; the largest, {largest:.3g}, leave {place}"
+
+
+def bad_gradients(model: Backbone) -> str:
+    """Return a sentence about the parameters whose gradients are not finite."""
+    bad = [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all())
+    ]
+    if not bad:
+        return "every gradient is finite"
+    more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
+    return f"gradients that are not finite: {', '.join(bad[:3])}{more}"
