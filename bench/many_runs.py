@@ -139,8 +139,18 @@ def lanes(base: RunConfig, grids: list[str]) -> list[Lane]:
     return found
 
 
-def train_all(found: list[Lane], *, check: int, check_rows: int | None, limit_s: float) -> None:
-    """Run every lane to the end of its schedule, or to the limit of seconds."""
+def train_all(
+    found: list[Lane],
+    *,
+    check: int,
+    check_rows: int | None,
+    last_rows: int | None = None,
+    limit_s: float,
+) -> None:
+    """Run every lane to the end of its schedule, or to the limit of seconds.
+
+    Every `check` steps the first `check_rows` validation rows are scored, at the end `last_rows`.
+    """
     run = found[0].run
     tokens, steps, started = run.batch_rows * run.sequence_length, run.schedule.steps, time.time()
     for step in range(steps):
@@ -154,7 +164,8 @@ def train_all(found: list[Lane], *, check: int, check_rows: int | None, limit_s:
             torch.cuda.synchronize()
             rate = len(live) * (step + 1) * tokens / (time.time() - started)
             for lane in live:
-                lane.curve.append(lane.evaluate(step + 1, num_rows=None if is_last else check_rows))
+                rows = last_rows if is_last else check_rows
+                lane.curve.append(lane.evaluate(step + 1, num_rows=rows))
             shown = [
                 round(x.curve[-1].get("accuracy", x.curve[-1].get("validation_bpb", 0)), 3)
                 for x in live

@@ -26,6 +26,10 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
+def _gpu() -> str:
+    return f"{torch.cuda.get_device_name()}, " if torch.cuda.is_available() else ""
+
+
 def provenance() -> dict[str, Any]:
     """Return command, commit, machine, versions, threads and load average."""
     root = RESULTS.parent.parent
@@ -39,7 +43,7 @@ def provenance() -> dict[str, Any]:
         "commit": git("rev-parse", "HEAD") or None,
         "dirty": bool(git("status", "--porcelain", "finwhale")),
         "date": time.strftime("%Y-%m-%d"),
-        "machine": f"{_processor()}, {os.cpu_count()} cores",
+        "machine": f"{_gpu()}{_processor()}, {os.cpu_count()} cores",
         "python": platform.python_version(),
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),

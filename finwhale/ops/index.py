@@ -56,6 +56,44 @@ def visible_index_scores_ref(
     return index_scores(q, weights, keys).masked_fill(hidden, -torch.inf)
 
 
+def visible_index_scores_matmul(
+    q: Tensor, weights: Tensor, keys: Tensor, first: Tensor, visible: Tensor
+) -> Tensor:
+    """Same contract as `visible_index_scores_ref`; in fp32 with a backward pass of two products.
+
+    The bf16 form rounds between its steps, so it stays with the definition.
+    """
+    if q.dtype is not torch.float32 or not keys.shape[1] or not q.numel():
+        return visible_index_scores_ref(q, weights, keys, first, visible)
+    place = torch.arange(keys.shape[1], device=q.device) - first.unsqueeze(-1)  # [B, T, M]
+    hidden = (place < 0) | (place >= visible.unsqueeze(-1))
+    return _VisibleScoresFn.apply(q, weights, keys, hidden)
+
+
+class _VisibleScoresFn(torch.autograd.Function):
+    """I = sum_h w_h r_h, r_h = relu(q_h . k); the products are kept, nothing else of their size."""
+
+    @staticmethod
+    def forward(ctx, q: Tensor, weights: Tensor, keys: Tensor, hidden: Tensor) -> Tensor:
+        batch, tokens, heads, dim = q.shape
+        flat = q.reshape(batch, tokens * heads, dim)
+        products = (flat @ keys.transpose(1, 2)).relu_().view(batch, tokens, heads, -1)
+        ctx.save_for_backward(flat, weights, keys, hidden, products)
+        scores = (weights.unsqueeze(-2) @ products).squeeze(-2)  # [B, T, M]
+        return scores.masked_fill_(hidden, -torch.inf)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        flat, weights, keys, hidden, products = ctx.saved_tensors
+        grad = grad.masked_fill(hidden, 0.0)
+        d_weights = (products @ grad.unsqueeze(-1)).squeeze(-1)  # [B, T, HI]
+        pulled = weights.unsqueeze(-1) * grad.unsqueeze(-2)  # [B, T, HI, M]
+        # The backward of relu: one pass, where a mask would take three.
+        pulled = torch.ops.aten.threshold_backward(pulled, products, 0.0).flatten(1, 2)
+        d_q = (pulled @ keys).view(*weights.shape, -1)
+        return d_q, d_weights, pulled.transpose(1, 2) @ flat, None
+
+
 def index_scores_matmul(q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
     """Same contract as `index_scores`; in fp32 the head sum is a matrix product.
 

@@ -65,6 +65,8 @@ FAST = Ops(
     sparse_attention=attention.sparse_attention_masked,
     sparse_attention_with_mass=attention.sparse_attention_with_mass_masked,
     index_scores=index.index_scores_matmul,
+    visible_index_scores=index.visible_index_scores_matmul,
     select_topk=index.select_topk,
+    hyper_collapse=hyper_connection.hyper_collapse_sum,
     hyper_mix=partial(hyper_connection.hyper_mix, sinkhorn=hyper_connection.sinkhorn_planes),
 )
