@@ -68,14 +68,16 @@ def _repeatable(run: RunConfig) -> Iterator[None]:
     remaining fp32 matrices in TF32 (D15).
     """
     before = torch.get_num_threads(), torch.get_deterministic_debug_mode()
-    fills = torch.utils.deterministic.fill_uninitialized_memory
+    # A module whose attributes are properties, which a type checker does not see.
+    deterministic: Any = torch.utils.deterministic
+    fills = deterministic.fill_uninitialized_memory
     precision = torch.get_float32_matmul_precision()
     torch.set_num_threads(run.threads)
     if run.device == "cpu":
         # The same switch as use_deterministic_algorithms, which imports a compiler for seconds.
         torch.set_deterministic_debug_mode("error")
         # Filling every new tensor with NaN costs a tenth of a step; the tests run with it on.
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        deterministic.fill_uninitialized_memory = False
     elif run.precision == "bf16":
         torch.set_float32_matmul_precision("high")
     try:
@@ -83,7 +85,7 @@ def _repeatable(run: RunConfig) -> Iterator[None]:
     finally:
         torch.set_num_threads(before[0])
         torch.set_deterministic_debug_mode(before[1])
-        torch.utils.deterministic.fill_uninitialized_memory = fills
+        deterministic.fill_uninitialized_memory = fills
         torch.set_float32_matmul_precision(precision)
 
 
