@@ -31,6 +31,9 @@ def table(found, name: str) -> None:
         forms.setdefault(lane.run.indexer.form, []).append(lane)
     for form, own in forms.items():
         ends = [lane.curve[-1] for lane in own if lane.failed is None]
+        if not ends:
+            print({"task": name, "form": form, "failed": [lane.failed for lane in own]}, flush=True)
+            continue
         solved = sum(end["accuracy"] >= 0.99 for end in ends)
         layers = ends[0]["recall"]
         recall = {k: round(statistics.mean(end["recall"][k] for end in ends), 3) for k in layers}

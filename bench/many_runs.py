@@ -63,11 +63,7 @@ class Lane:
         )
         batch = Batch.of(self.data.train, self.order.rows(step))
         with torch.cuda.stream(self.stream):
-            phase = self.training.enter(step)
-            self.training._inverse.fill_(1.0 / max(1, batch.num_targets))
-            self.training._load(batch, step, None)
-            self.last = self.training.launch_pass(phase, is_first=True)
-            self.training.launch_norms()
+            self.last = self.training.launch_gradients(batch, step)
             self.training.launch_update(rate)
 
     def evaluate(self, step: int, *, num_rows: int | None) -> dict:
@@ -82,7 +78,7 @@ class Lane:
         )
         with torch.cuda.stream(self.stream):
             losses = self.last.tolist()
-            found = {"step": step, "loss": losses[0], "index_losses": losses[1:]}
+            found = {"step": step, "loss": losses[0], "index_losses": losses[1:-2]}
             if not all(math.isfinite(x) for x in losses):
                 self.failed = f"not finite at step {step}"
                 return found
@@ -151,6 +147,8 @@ def train_all(
 
     Every `check` steps the first `check_rows` validation rows are scored, at the end `last_rows`.
     """
+    # The models were made on the default stream and train on others.
+    torch.cuda.synchronize()
     run = found[0].run
     tokens, steps, started = run.batch_rows * run.sequence_length, run.schedule.steps, time.time()
     for step in range(steps):

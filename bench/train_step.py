@@ -2,7 +2,7 @@
 
     python bench/train_step.py --preset mini --rows 16 --tokens 2048
 On a GPU, nemo-automodel's V4.1 of the same config and batch joins if it can be imported (--peer).
-Rows are random tokens in packed documents. The floor is the model's arithmetic, three times the
+Rows are random tokens, one document each. The floor is the model's arithmetic, three times the
 forward products at half the row as context, at the matrix rate measured in the same run.
 """
 
@@ -52,13 +52,10 @@ def synchronize(device: str) -> None:
 
 
 def random_rows(vocab: int, rows: int, tokens: int, seed: int = 0) -> PackedRows:
-    """Return rows of random ids in documents of a quarter to the whole of a row."""
+    """Return rows of random ids, one document each: what the peer gets."""
     drawn = np.random.default_rng(seed)
     inputs = drawn.integers(3, vocab - 1, (rows, tokens)).astype(np.int32)
-    lengths = []
-    for _ in range(rows):
-        cut = int(drawn.integers(tokens // 4, tokens))
-        lengths.append((cut, tokens - cut))
+    lengths = [(tokens,)] * rows
     targets = np.roll(inputs, -1, axis=1)
     return PackedRows(inputs=inputs, targets=targets, lengths=tuple(lengths))
 
@@ -118,7 +115,7 @@ def measure(run: RunConfig, steps: int, profile: bool) -> dict:
         "matrix_tflops": round(rate, 3),
         "floor_ms": round(flops / rate / 1e9, 3),
         "share_of_floor": round(flops / rate / 1e12 / step_s, 4),
-        "memory_bytes": torch.cuda.max_memory_reserved() if device == "cuda" else None,
+        "memory_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else None,
         "first_loss": round(losses[0], 4),
         "last_loss": round(losses[-1], 4),
         "kernels_ms": kernels,

@@ -282,10 +282,14 @@ class Pretrain:
                 raise ValueError(f"{flag}: got nothing; give it, or --list to see the recipes")
         assert self.recipe is not None
         assert self.out is not None
-        from finwhale.config.run import with_overrides
+        from finwhale.config.run import RunConfig, with_overrides
 
         settings = _flat(self.set)
-        run = with_overrides(_recipe(self.recipe)(), settings)
+        run = _recipe(self.recipe)()
+        if not isinstance(run, RunConfig):
+            found = type(run).__name__
+            raise ValueError(f"--recipe: {self.recipe} returns a {found}, expected a RunConfig")
+        run = with_overrides(run, settings)
         changes = " ".join(settings) or "none"
         _say(recipe=self.recipe, steps=run.schedule.steps, overrides=changes, out=self.out)
         from finwhale.checkpoint.save import save_checkpoint

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import types
 import typing
 from collections.abc import Iterable
@@ -75,7 +76,8 @@ class OptimConfig:
     weight_decay: float = 0.1
     # The router's matrix: "muon" as in the report, or "adamw".
     router: str = "muon"
-    # Largest L2 norm of all gradients together; larger ones are scaled down to it.
+    # Largest L2 norm of the indexers' gradients together, and of all others together; larger ones
+    # are scaled down to it (D24).
     grad_clip: float = 1.0
     # Step of the routing bias against over-used experts; 0 leaves the bias alone.
     balance_rate: float = 0.001
@@ -86,7 +88,8 @@ class OptimConfig:
         _one_of("optim.scheme", self.scheme, ("report", "muon_adamw", "adamw"))
         _one_of("optim.router", self.router, ("muon", "adamw"))
         for name in ("lr", "eps", "grad_clip"):
-            _require(getattr(self, name) > 0, f"optim.{name}", getattr(self, name), "above 0")
+            value = getattr(self, name)
+            _require(0 < value < math.inf, f"optim.{name}", value, "above 0 and finite")
         for name in ("beta1", "beta2"):
             value = getattr(self, name)
             _require(0 <= value < 1, f"optim.{name}", value, "at least 0 and below 1")
@@ -127,6 +130,8 @@ class IndexerConfig:
         _require(0 < self.phase <= 1, "indexer.phase", self.phase, "above 0 and at most 1")
         for name in ("explore", "recall_every"):
             _require(getattr(self, name) >= 0, f"indexer.{name}", getattr(self, name), "at least 0")
+        idle = self.explore > 0 and self.form != "explored"
+        _require(not idle, "indexer.explore", self.explore, f"0 in the form {self.form}")
         for name in ("rows", "recall_rows", "weight", "lr_scale"):
             _require(getattr(self, name) > 0, f"indexer.{name}", getattr(self, name), "above 0")
 
@@ -147,6 +152,8 @@ class QuantizationConfig:
         for name in ("start", "replay"):
             value = getattr(self, name)
             _require(0 <= value <= 1, f"quantization.{name}", value, "between 0 and 1")
+        idle = self.start == 1 and self.replay > 0
+        _require(not idle, "quantization.replay", self.replay, "0 while quantization.start is 1")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -214,6 +221,10 @@ class RunConfig:
     def __post_init__(self) -> None:
         _one_of("device", self.device, ("cpu", "cuda"))
         _one_of("precision", self.precision, ("fp32", "bf16"))
+        _require(self.seed < 1 << 31, "seed", self.seed, f"below {1 << 31}")
+        has_muon = self.optim.scheme != "adamw" or self.indexer.form == "frozen"
+        ok = has_muon or self.indexer.optimizer == "adamw"
+        _require(ok, "indexer.optimizer", self.indexer.optimizer, "adamw in optim.scheme adamw")
         ok = self.spike_factor == 0 or self.spike_factor > 1
         _require(ok, "spike_factor", self.spike_factor, "0 or above 1")
         for name in (
@@ -237,37 +248,72 @@ class RunConfig:
 
 
 def with_overrides(run: RunConfig, settings: Iterable[str]) -> RunConfig:
-    """Return `run` with each `path=value` applied in order, typed by the field it names.
+    """Return `run` with each `path=value` applied, typed by the field it names.
 
+    All are applied at once, a later one over an earlier one of the same field.
     `optim.lr=6e-4`, `data.tokenizer=none`, `model=nano` (a preset by name),
     `model.text_config.n_routed_experts=8`. Raises ConfigError with path, value and expectation.
     """
+    settings, wanted = list(settings), {}
     for setting in settings:
         path, equals, text = setting.partition("=")
         if not equals or not path:
             raise ConfigError(f"--set {setting}: expected path=value, as in optim.lr=6e-4")
+        names = path.split(".")
         try:
-            run = _assign(run, path.split("."), 0, text)
+            _check_path(run, names)
         except ConfigError as error:
             raise ConfigError(f"--set {setting}: {error}") from None
-    return run
+        group = wanted
+        for name in names[:-1]:
+            # A group may be replaced whole before fields of it are: `model=nano`, then one width.
+            inner = group.get(name, {})
+            group[name] = inner if isinstance(inner, dict) else {_WHOLE: inner}
+            group = group[name]
+        group[names[-1]] = text
+    try:
+        return _assigned(run, wanted, "")
+    except ConfigError as error:
+        shown = " ".join(f"--set {setting}" for setting in settings)
+        raise ConfigError(f"{shown}: {error}") from None
 
 
-def _assign(owner: Any, names: list[str], depth: int, text: str) -> Any:
-    """Return `owner` with the field `names[depth:]` replaced; validation runs at every level."""
-    name, path = names[depth], ".".join(names[: depth + 1])
-    known = [f.name for f in fields(owner)]
-    if name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(known)}"
-        raise ConfigError(f"{path}: unknown field; {hint}")
-    current = getattr(owner, name)
-    if depth + 1 < len(names):
-        if not is_dataclass(current):
-            raise ConfigError(f"{path}: is a {type(current).__name__} and has no fields")
-        return replace(owner, **{name: _assign(current, names, depth + 1, text)})
-    kind = typing.get_type_hints(type(owner))[name]
-    return replace(owner, **{name: _parse(kind, text, path)})
+# Key of the text that replaces a whole group.
+_WHOLE = ""
+
+
+def _check_path(owner: Any, names: list[str]) -> None:
+    """Raise ConfigError unless `names` lead to a field."""
+    for depth, name in enumerate(names):
+        path = ".".join(names[: depth + 1])
+        if not is_dataclass(owner):
+            above = ".".join(names[:depth])
+            raise ConfigError(f"{above}: is a {type(owner).__name__} and has no fields")
+        known = [f.name for f in fields(owner)]
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(known)}"
+            raise ConfigError(f"{path}: unknown field; {hint}")
+        owner = getattr(owner, name)
+
+
+def _assigned(owner: Any, wanted: dict[str, Any], above: str) -> Any:
+    """Return `owner` with all wanted fields replaced at once.
+
+    One after the other, the order would matter: two fields that bound each other pass a state that
+    neither the old nor the new pair forbids.
+    """
+    changes, kinds = {}, typing.get_type_hints(type(owner))
+    for name, value in wanted.items():
+        path = f"{above}{name}"
+        if isinstance(value, dict):
+            inner = getattr(owner, name)
+            if _WHOLE in value:
+                inner = _parse(kinds[name], value.pop(_WHOLE), path)
+            changes[name] = _assigned(inner, value, f"{path}.")
+        else:
+            changes[name] = _parse(kinds[name], value, path)
+    return replace(owner, **changes)
 
 
 def _parse(kind: Any, text: str, path: str) -> Any:

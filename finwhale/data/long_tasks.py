@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from inspect import signature
 
 import numpy as np
 
@@ -280,7 +281,12 @@ def hidden_pairs(vocab: range, pairing_seed: int) -> tuple[tuple[int, int], ...]
 
 
 def pairing(
-    rng: np.random.Generator, *, length: int, vocab: range, num_pairs: int = 8, pairing_seed: int
+    rng: np.random.Generator,
+    *,
+    length: int,
+    vocab: range,
+    num_pairs: int = 8,
+    pairing_seed: int = 0,
 ) -> Example:
     """Return statements SAME a *b* of hidden pairs in fillers: where the pairing is learned.
 
@@ -302,7 +308,7 @@ def latent_needle(
     *,
     length: int,
     vocab: range,
-    pairing_seed: int,
+    pairing_seed: int = 0,
     num_facts: int = 4,
     window: int = 0,
 ) -> Example:
@@ -385,3 +391,9 @@ def task_example(kind: str, *, seed: int, index: int, **options) -> Example:
     if kind not in TASKS:
         raise TaskError(f"kind: got {kind!r}, expected one of {', '.join(TASKS)}")
     return TASKS[kind](np.random.default_rng((seed, index)), **options)
+
+
+def task_options(kind: str) -> tuple[str, ...]:
+    """Return the names of a kind's own options."""
+    given = ("rng", "length", "vocab")
+    return tuple(name for name in signature(TASKS[kind]).parameters if name not in given)

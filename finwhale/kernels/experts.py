@@ -1,4 +1,4 @@
-"""All routed experts of a layer as three grouped matrix products: no loop, no count on the host.
+"""All routed experts of a layer as two grouped matrix products: no loop, no count on the host.
 
 Tokens are sorted by expert; `ends` says on the device where each expert's rows stop, so a step can
 be captured in a CUDA graph. Dispatch and combine are each other's transpose and are gathers in both

@@ -17,7 +17,9 @@ _MAX_BLOCK = 32768
 
 class _HeadLossFn(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden: Tensor, head: Tensor, targets: Tensor, chunk_rows: int) -> Tensor:
+    def forward(
+        ctx, hidden: Tensor, head: Tensor, targets: Tensor, chunk_rows: int, with_gradients: bool
+    ) -> Tensor:
         import triton
         from liger_kernel.ops.cross_entropy import liger_cross_entropy_kernel
 
@@ -60,20 +62,25 @@ class _HeadLossFn(torch.autograd.Function):
                 RETURN_PREDICTED_TOKENS=False,
                 HAS_WEIGHT=False,
                 HAS_SOFTCAPPING=False,
-                HAS_GRADIENTS=True,
+                HAS_GRADIENTS=with_gradients,
                 BLOCK_SIZE=min(_MAX_BLOCK, triton.next_power_of_2(vocab)),
                 num_warps=16,
             )
+            if not with_gradients:
+                continue
             narrow = logits.to(hidden.dtype)
             grad_hidden[start : start + chunk_rows] = narrow @ wide
-            grad_head += (narrow.t() @ rows).float()
+            if hidden.dtype is torch.float32:
+                grad_head += narrow.t() @ rows
+            else:
+                grad_head += torch.mm(narrow.t(), rows, out_dtype=torch.float32)
         ctx.save_for_backward(grad_hidden, grad_head)
         return losses.sum()
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         grad_hidden, grad_head = ctx.saved_tensors
-        return (grad_hidden * grad).to(grad_hidden.dtype), grad_head * grad, None, None
+        return (grad_hidden * grad).to(grad_hidden.dtype), grad_head * grad, None, None, None
 
 
 def head_loss_unsupported() -> str | None:
@@ -87,4 +94,4 @@ def head_loss_unsupported() -> str | None:
 
 def head_loss_fused(hidden: Tensor, head: Tensor, targets: Tensor, chunk_rows: int) -> Tensor:
     """Same contract as `finwhale.ops.head_loss.head_loss_ref`."""
-    return _HeadLossFn.apply(hidden, head, targets, chunk_rows)
+    return _HeadLossFn.apply(hidden, head, targets, chunk_rows, torch.is_grad_enabled())

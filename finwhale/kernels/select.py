@@ -13,6 +13,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
+from finwhale.config import TextConfig
 from finwhale.ops import FAST, Ops, compress, engram, moe, norm, rope
 
 
@@ -46,6 +47,43 @@ def training_ops(device: str, *, compiled: bool = True) -> Ops:
     if not torch.cuda.is_available():
         raise KernelError("device: 'cuda' was asked for, but torch sees no GPU; use device=cpu")
     return _gpu_ops(compiled)
+
+
+def training_unsupported(config: TextConfig, sequence_length: int) -> str | None:
+    """Return why the kernels cannot train this model on this GPU, or None; asks shapes alone."""
+    heads, dim = config.num_attention_heads, config.head_dim
+    longest = sequence_length // min([r for r in config.compress_ratios if r], default=1)
+    major = torch.cuda.get_device_capability()[0]
+    checks = (
+        (
+            heads & (heads - 1) == 0 and heads <= 64,
+            "num_attention_heads",
+            heads,
+            "a power of two up to 64",
+        ),
+        (dim & (dim - 1) == 0 and 32 <= dim <= 512, "head_dim", dim, "a power of two in 32..512"),
+        (
+            config.index_head_dim in (32, 64, 128),
+            "index_head_dim",
+            config.index_head_dim,
+            "32, 64 or 128",
+        ),
+        (config.hc_mult in (2, 4), "hc_mult", config.hc_mult, "2 or 4"),
+        (config.hidden_size % 8 == 0, "hidden_size", config.hidden_size, "a multiple of 8"),
+        (
+            config.moe_intermediate_size % 8 == 0,
+            "moe_intermediate_size",
+            config.moe_intermediate_size,
+            "a multiple of 8",
+        ),
+        (longest <= 65536, "sequence_length", sequence_length, "at most 65,536 entries in a row"),
+        # Later devices were reported to give empty experts a gradient in the grouped product.
+        (major == 9, "device capability", major, "9 (Hopper), the only one these kernels ran on"),
+    )
+    for ok, name, got, want in checks:
+        if not ok:
+            return f"{name}: got {got!r}, expected {want}"
+    return None
 
 
 @cache

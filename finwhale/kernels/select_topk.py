@@ -15,6 +15,10 @@ from torch import Tensor
 _MAX_ENTRIES = 65536
 
 
+class SelectTopkUnsupportedError(ValueError):
+    """Scores that the kernel cannot take; the message names the cause."""
+
+
 @triton.jit
 def _select_kernel(SCORES, THRESHOLD, OUT, M, K, WIDTH: tl.constexpr, SLOTS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
@@ -46,7 +50,7 @@ def select_topk_triton(scores: Tensor, k: int) -> Tensor:
     """Same contract as `finwhale.ops.index.select_topk_ref`: [..., M] fp32 -> [..., k] int64."""
     reason = select_topk_unsupported(scores)
     if reason is not None:
-        raise ValueError(f"select_topk_triton: {reason}")
+        raise SelectTopkUnsupportedError(f"select_topk_triton: {reason}")
     total = scores.shape[-1]
     k = min(k, total)
     out = torch.empty(*scores.shape[:-1], k, dtype=torch.int64, device=scores.device)

@@ -74,9 +74,13 @@ class Attention(nn.Module):
     def _attend(self, state: ForwardState, *inputs) -> Tensor:
         """Return the attention core's output; whoever teaches the indexer sees where it looked."""
         observer = None if state.plan is None else state.plan.observer
-        if observer is None or not observer.wants_mass(self.spec):
+        if observer is None:
             return self.parts.ops.sparse_attention(*inputs)
-        out, mass = self.parts.ops.sparse_attention_with_mass(*inputs)
+        mass = None
+        if observer.wants_mass(self.spec):
+            out, mass = self.parts.ops.sparse_attention_with_mass(*inputs)
+        else:
+            out = self.parts.ops.sparse_attention(*inputs)
         observer.attended(self.spec, mass, inputs)
         return out
 

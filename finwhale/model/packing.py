@@ -133,4 +133,10 @@ def _counted(lengths: np.ndarray) -> np.ndarray:
 
 def _moved(groups: Groups, device: torch.device | str) -> Groups:
     named = {f.name: getattr(groups, f.name) for f in fields(groups)}
-    return Groups(**{name: value.contiguous().to(device) for name, value in named.items()})
+    # Own memory: where nothing has to be copied, two arrays of a layout could share theirs.
+    return Groups(
+        **{
+            name: value.clone(memory_format=torch.contiguous_format).to(device)
+            for name, value in named.items()
+        }
+    )

@@ -29,10 +29,10 @@ class IndexObserver(Protocol):
         """Take the scores [B, T, M] (with a gradient) and the selection [B, T, K] of an owner."""
 
     def wants_mass(self, spec: LayerSpec) -> bool:
-        """Return whether `attended` should be called for this layer."""
+        """Return whether `attended` needs this layer's attention mass."""
 
-    def attended(self, spec: LayerSpec, mass: Tensor, attention_inputs: tuple) -> None:
-        """Take the head-summed attention mass [B, T, M] of one layer over its entries.
+    def attended(self, spec: LayerSpec, mass: Tensor | None, attention_inputs: tuple) -> None:
+        """Take the head-summed attention mass [B, T, M] of one layer over its entries, if wanted.
 
         attention_inputs  the arguments that `Ops.sparse_attention` got
         """
@@ -51,7 +51,7 @@ class SelectionPlan:
 
     topk           entries per query; None: `index_topk`
     explore        random visible entries added to every query's selection
-    explore_seed   [] int64, another one for every pass; None: nothing is explored
+    explore_seed   [] int64, another one for every step; None: nothing is explored
     uses_pool      whether Reindex layers search the candidate pool only
     encoder_replay_start, decoder_replay_start
                    [B, T] int64 position at which a simulated replay of the token's document starts,

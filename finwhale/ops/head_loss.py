@@ -28,7 +28,8 @@ def head_loss_ref(hidden: Tensor, head: Tensor, targets: Tensor, chunk_rows: int
             logits, wanted, reduction="sum", ignore_index=NO_TARGET
         )
 
-    total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+    # Without a row the sum is still attached to both: their gradients are zeros.
+    total = (hidden[:0].float().sum() + head[:0].float().sum()) * 0.0
     for start in range(0, len(hidden), chunk_rows):
         rows, wanted = hidden[start : start + chunk_rows], targets[start : start + chunk_rows]
         if torch.is_grad_enabled() and len(hidden) > chunk_rows:

@@ -1,18 +1,18 @@
 """What went wrong at a step: the first layer that is not finite, and the batch on disk.
 
-Runs the failing batch once more, forward only and watched, on the weights as they were before the
-step. Source: none; what a person who finds a stopped run in the morning wants to know first.
+The batch is kept first; then its passes run once more, forward only and watched, on the weights as
+they were before the step: what a person who finds a stopped run in the morning asks first.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from finwhale.model import Backbone
-from finwhale.model.selection_plan import SelectionPlan
 from finwhale.train.loss import Batch
 
 FAILED_FILE = "failed_step.pt"
@@ -35,31 +35,37 @@ def save_failed_batch(out: Path, batch: Batch, *, step: int, rows: Any, why: str
     return path
 
 
-def first_bad_layer(model: Backbone, batch: Batch) -> str:
-    """Return a sentence about the first layer whose streams are not finite, or the largest ones."""
-    trace: dict[str, Any] = {}
-    with torch.no_grad():
-        model.hidden(batch.ids, packing=batch.packing, trace=trace, plan=SelectionPlan())
+def first_bad_layer(traces: Iterable[tuple[int, dict[str, Any]]], num_layers: int) -> str:
+    """Return a sentence about the first layer whose streams are not finite, or the largest ones.
+
+    traces  (first row, trace) of the parts of the failing step, as `TrainStep.traces` gives them
+    """
     largest, where = 0.0, 0
-    for layer in range(len(model.specs) + 1):
-        streams = trace[f"streams.{layer}"]
-        finite = torch.isfinite(streams).flatten(2).all(-1)
-        if not bool(finite.all()):
-            row, position = (int(x) for x in (~finite).nonzero()[0])
-            place = "the embedding" if layer == 0 else f"layer {layer - 1}"
-            return f"{place} is the first that is not finite, in row {row} at position {position}"
-        size = float(streams.abs().max())
-        if size > largest:
-            largest, where = size, layer
-    place = "the embedding" if where == 0 else f"layer {where - 1}"
-    return f"all streams are finite; the largest, {largest:.3g}, leave {place}"
+    for first_row, trace in traces:
+        for layer in range(num_layers + 1):
+            streams = trace[f"streams.{layer}"]
+            finite = torch.isfinite(streams).flatten(2).all(-1)
+            if not bool(finite.all()):
+                row, position = (int(x) for x in (~finite).nonzero()[0])
+                return (
+                    f"{_place(layer)} is the first that is not finite, in row {first_row + row} at "
+                    f"position {position}"
+                )
+            size = float(streams.abs().max())
+            if size > largest:
+                largest, where = size, layer
+    return f"all streams are finite; the largest, {largest:.3g}, leave {_place(where)}"
+
+
+def _place(layer: int) -> str:
+    return "the embedding" if layer == 0 else f"layer {layer - 1}"
 
 
 def bad_gradients(model: Backbone) -> str:
     """Return a sentence about the parameters whose gradients are not finite."""
     bad = [
         name
-        for name, parameter in model.named_parameters()
+        for name, parameter in model.trained_tensors().items()
         if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all())
     ]
     if not bad:

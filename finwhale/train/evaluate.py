@@ -106,7 +106,9 @@ def index_recall(
         batch = batch.prepared(_ratios(model), device.type)
         seed = torch.tensor(number, device=device)
         objective = IndexObjective(
-            live=batch.targets != NO_TARGET, rows=sampled_rows(seed, batch.ids, sampled)
+            live=batch.targets != NO_TARGET,
+            rows=sampled_rows(seed, batch.ids, sampled),
+            learns_rows=True,
         )
         with torch.no_grad():
             plan = SelectionPlan(observer=objective)

@@ -96,8 +96,10 @@ def full_row_mass(
         return everything.softmax(-1)[..., tokens:-1].sum(2)
 
 
-def sampled_rows(seed: Tensor, like: Tensor, count: int) -> Tensor:
+def sampled_rows(seed: Tensor, like: Tensor, count: int, first: Tensor | int = 0) -> Tensor:
     """Return `count` row numbers for each packed row of `like` [B, T], [B, count] int64.
+
+    first  number of the first packed row in its batch: a part draws what the whole would
 
     One from each of `count` equal stretches of the row, so they spread over all lengths.
     """
@@ -105,7 +107,7 @@ def sampled_rows(seed: Tensor, like: Tensor, count: int) -> Tensor:
     count = min(count, tokens)
     if not count:
         return torch.empty(batch, 0, dtype=torch.int64, device=seed.device)
-    places = torch.arange(batch, device=seed.device)
+    places = torch.arange(batch, device=seed.device) + first
     drawn = drawn_fractions(seed, 1 << 20, places, count)  # [B, R]
     edges = torch.arange(count + 1, device=seed.device) * tokens // count
     return edges[:-1] + ((drawn * (edges[1:] - edges[:-1])) >> 24)
@@ -139,13 +141,13 @@ class IndexObjective:
         self._groups[spec.layer_id] = _Group(scores=scores, topk=topk)
 
     def wants_mass(self, spec: LayerSpec) -> bool:
-        return spec.topk_owner is not None
+        return spec.topk_owner is not None and not self.learns_rows
 
-    def attended(self, spec: LayerSpec, mass: Tensor, attention_inputs: tuple) -> None:
+    def attended(self, spec: LayerSpec, mass: Tensor | None, attention_inputs: tuple) -> None:
         if spec.topk_owner is None:
             return
         group = self._groups[spec.topk_owner]
-        if not self.learns_rows:
+        if mass is not None:
             group.masses.append(mass)
         if not self.rows.shape[1]:
             return

@@ -27,8 +27,9 @@ from finwhale.config.model import ModelConfig
 from finwhale.config.run import RunConfig
 from finwhale.data.baselines import Baseline
 from finwhale.data.batches import BatchOrder
-from finwhale.kernels.select import training_ops
+from finwhale.kernels.select import KernelError, training_ops, training_unsupported
 from finwhale.model import Backbone, Numerics
+from finwhale.ops import Ops
 from finwhale.optim.optimizers import Optimizers, learning_rate
 from finwhale.train import diagnose, record
 from finwhale.train.evaluate import answer_accuracy, bits_per_byte, index_recall
@@ -89,8 +90,22 @@ def _repeatable(run: RunConfig) -> Iterator[None]:
         torch.set_float32_matmul_precision(precision)
 
 
+def _checked_ops(run: RunConfig) -> Ops:
+    """Return the operations of the run's device, or refuse it: before anything is read."""
+    ops = training_ops(run.device)
+    if run.device == "cuda":
+        reason = training_unsupported(run.model.text_config, run.sequence_length)
+        if reason is not None:
+            raise KernelError(f"device=cuda: {reason}; use device=cpu")
+    return ops
+
+
 def build_model(run: RunConfig, model_config: ModelConfig, token_map: torch.Tensor) -> Backbone:
-    """Return the run's freshly initialised model on its device."""
+    """Return the run's freshly initialised model on its device.
+
+    Raises KernelError if the run's device or shapes are nothing for the kernels.
+    """
+    ops = _checked_ops(run)
     model = Backbone(
         model_config,
         token_map=token_map,
@@ -99,7 +114,7 @@ def build_model(run: RunConfig, model_config: ModelConfig, token_map: torch.Tens
             dtype=_DTYPES[run.precision],
             weight_dtype=torch.float32,
         ),
-        ops=training_ops(run.device),
+        ops=ops,
     )
     model.init_weights(run.seed)
     model.to_device(run.device)
@@ -175,6 +190,7 @@ class _Run:
 
     def __init__(self, run: RunConfig, out: Path, recipe, console: Console, on_step) -> None:
         self.run, self.out, self.console, self.on_step = run, out, console, on_step
+        _checked_ops(run)
         self.data = prepare_data(run, out)
         resolved = replace(run, model=self.data.model).to_json()
         earlier = record.claim_folder(out, resolved, self.data.digest)
@@ -320,15 +336,19 @@ class _Run:
     def _evaluated(self, is_last: bool) -> dict[str, Any]:
         """Return what is due after this step: bits per byte, accuracy of a task, index recall."""
         run, found = self.run, {}
+        scores = is_last or (run.eval_every and self.step % run.eval_every == 0)
+        every = run.indexer.recall_every
+        recalls = self.training.owners and (is_last or (every and self.step % every == 0))
+        if not scores and not recalls:
+            return found
         with self.training.deployed_weights():
-            if is_last or (run.eval_every and self.step % run.eval_every == 0):
+            if scores:
                 found["validation_bpb"] = validate(run, self.model, self.data)
                 if self.data.is_task:
                     found["answer_accuracy"] = answer_accuracy(
                         self.model, self.data.validation, batch_rows=_same_shape(run)
                     )
-            every = run.indexer.recall_every
-            if self.training.owners and (is_last or (every and self.step % every == 0)):
+            if recalls:
                 found["index_recall"] = self._recall()
         return found
 
@@ -351,29 +371,40 @@ class _Run:
         checked["index gradient norm"] = measured.index_grad_norm
         for what, value in checked.items():
             if not math.isfinite(value):
-                return f"{what} is {value}; lower optim.lr or optim.grad_clip"
+                return f"{what} is {value}; start again in another folder with a lower optim.lr"
         factor = self.run.spike_factor
         if factor and len(self.recent) == _SPIKE_WINDOW:
             usual = statistics.median(self.recent)
             if measured.loss > factor * usual:
                 return (
                     f"loss {measured.loss:.4g} is more than {factor:g} times {usual:.4g}, the "
-                    f"median of the last {_SPIKE_WINDOW} steps; lower optim.lr, or resume with "
-                    "--set spike_factor=0 to go on"
+                    f"median of the last {_SPIKE_WINDOW} steps; resume with --set spike_factor=0 "
+                    "to go on, or start again in another folder with a lower optim.lr"
                 )
         return None
 
     def _stopped(self, why: str, batch: Batch, rows: np.ndarray) -> TrainingError:
         """Return the error of a step that was not taken, its layer found and its batch kept."""
-        prepared = batch.prepared(self.training.ratios, self.run.device)
-        found = diagnose.first_bad_layer(self.model, prepared)
+        path = diagnose.save_failed_batch(self.out, batch, step=self.step + 1, rows=rows, why=why)
+        try:
+            traces = self.training.traces(batch, self.step)
+            found = diagnose.first_bad_layer(traces, len(self.model.specs))
+        except (RuntimeError, MemoryError) as error:
+            # The step's own message must survive, whatever looking for the layer runs into.
+            found = f"the layer was not found ({error})"
         if "all streams are finite" in found and "norm" in why:
             found = diagnose.bad_gradients(self.model)
-        path = diagnose.save_failed_batch(self.out, batch, step=self.step + 1, rows=rows, why=why)
         kept = f"; the state after step {self.saved_step} is kept" if self.saved_step else ""
         return TrainingError(f"step {self.step + 1}: {why}. {found}; batch in {path}{kept}")
 
     def _save(self) -> None:
+        for name, tensor in self.model.trained_tensors().items():
+            if not bool(torch.isfinite(tensor).all()):
+                kept = f"the state after step {self.saved_step} is kept" if self.saved_step else ""
+                raise TrainingError(
+                    f"step {self.step}: {name} is not finite after the update, nothing was saved; "
+                    f"start again in another folder with a lower optim.lr {kept}".rstrip()
+                )
         try:
             save_state(
                 self.out,

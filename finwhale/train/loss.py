@@ -25,11 +25,13 @@ class Batch:
 
     ids      [B, T] int64
     targets  [B, T] int64, NO_TARGET where nothing is predicted
+    is_token [B, T] bool, False on padding
     packing  document layout of the rows
     """
 
     ids: Tensor
     targets: Tensor
+    is_token: Tensor
     packing: Packing
 
     @property
@@ -40,9 +42,11 @@ class Batch:
     def of(cls, packed: PackedRows, rows: np.ndarray) -> Batch:
         """Return the given rows of `packed`, in that order."""
         lengths = [list(packed.lengths[row]) for row in rows]
+        tokens = torch.tensor([sum(row) for row in lengths])
         return cls(
             ids=torch.from_numpy(packed.inputs[rows]).long(),
             targets=torch.from_numpy(packed.targets[rows]).long(),
+            is_token=torch.arange(packed.inputs.shape[1]) < tokens.unsqueeze(-1),
             packing=Packing.from_lengths(lengths, tokens=packed.inputs.shape[1]),
         )
 
@@ -54,6 +58,7 @@ class Batch:
             yield Batch(
                 ids=self.ids[start:stop],
                 targets=self.targets[start:stop],
+                is_token=self.is_token[start:stop],
                 packing=Packing.from_lengths(lengths, tokens=self.ids.shape[1]),
             )
 
@@ -63,6 +68,7 @@ class Batch:
             self,
             ids=self.ids.to(device),
             targets=self.targets.to(device),
+            is_token=self.is_token.to(device),
             packing=self.packing.prepared(ratios, device),
         )
 

@@ -8,7 +8,7 @@ documents are one row each and whose targets are the answers alone.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from finwhale.config.model import ConfigError, ModelConfig
 from finwhale.config.presets import with_compressed_vocab
 from finwhale.config.run import RunConfig
 from finwhale.data.baselines import Baseline, text_baselines
-from finwhale.data.long_tasks import TaskError, task_example
+from finwhale.data.long_tasks import TaskError, task_example, task_options
 from finwhale.data.packing import NO_TARGET, PackedRows, pack
 from finwhale.data.shards import Shards, read_shards
 from finwhale.data.stdlib_corpus import Corpus, read_corpus
@@ -93,6 +93,11 @@ def prepare_data(run: RunConfig, out: Path, *, map_parts: Callable = map) -> Run
         return _task_data(run, run.data.corpus.removeprefix(_TASK), map_parts)
     if run.data.corpus != "stdlib" and (Path(run.data.corpus) / "meta.json").exists():
         return _shard_data(run, Path(run.data.corpus))
+    if run.data.corpus != "stdlib" and (Path(run.data.corpus) / "corpus.json").exists():
+        raise ConfigError(
+            f"data.corpus: {run.data.corpus} holds what finwhale corpus wrote, expected shards; "
+            "write them with finwhale shards and name that folder"
+        )
     return _text_data(run, out)
 
 
@@ -106,13 +111,8 @@ def _text_data(run: RunConfig, out: Path) -> RunData:
     file = Path(run.data.tokenizer) if run.data.tokenizer else out / "tokenizer.json"
     is_recorded = (out / RUN_FILE).exists() and file.exists()
     if run.data.tokenizer is None and not is_recorded:
-        if file.exists() and not (out / RUN_FILE).exists():
-            raise ConfigError(
-                f"{file}: is there already and belongs to no run; choose another folder, or name "
-                "it with --set data.tokenizer=FILE"
-            )
         texts = (document.text for document in corpus.train)
-        train_tokenizer(texts, run.model.text_config.vocab_size, file)
+        _train_tokenizer(texts, run.model.text_config.vocab_size, file)
     tokenizer, ids, model = _tokenizer(run, file)
     train_ids, validation_ids = (
         [[tokenizer.bos_id, *x, tokenizer.eos_id] for x in tokenizer.encode_batch(texts)]
@@ -140,6 +140,23 @@ def _text_data(run: RunConfig, out: Path) -> RunData:
         tokenizer_file=file,
         _text=(corpus, train_ids, validation_ids),
     )
+
+
+def _train_tokenizer(texts: Iterable[str], vocab_size: int, file: Path) -> None:
+    """Train the run's tokenizer into `file`.
+
+    One that lies there already may come from a run that was killed before its record: it is
+    accepted if it is the same, and never overwritten.
+    """
+    fresh = file.with_name("tokenizer.partial.json")
+    train_tokenizer(texts, vocab_size, fresh)
+    if file.exists() and file.read_bytes() != fresh.read_bytes():
+        fresh.unlink()
+        raise ConfigError(
+            f"{file}: is another tokenizer than this run trains and belongs to no run; choose "
+            "another folder, or name it with --set data.tokenizer=FILE"
+        )
+    fresh.replace(file)
 
 
 def _tokenizer(run: RunConfig, file: Path) -> tuple[Tokenizer, np.ndarray, ModelConfig]:
@@ -236,8 +253,13 @@ def _task_data(run: RunConfig, kind: str, map_parts: Callable) -> RunData:
                 np.concatenate(arrays)
                 for arrays in zip(*map_parts(make, _parts(rows)), strict=True)
             )
-        except (TaskError, TypeError) as error:
+        except TaskError as error:
             raise ConfigError(f"data.corpus: task {kind}: {error}") from None
+        except TypeError as error:
+            known = ", ".join(task_options(kind)) or "none"
+            raise ConfigError(
+                f"data.corpus: task {kind}: {error}; its options are {known}"
+            ) from None
         lengths = ((run.sequence_length,),) * rows
         sides.append(PackedRows(inputs=inputs, targets=targets, lengths=lengths))
     train, validation = sides

@@ -1,9 +1,10 @@
 """One optimisation step: gradients over the parts of a batch, checked, clipped, applied.
 
-The same code runs eagerly on a CPU and as three CUDA graphs on a GPU: passes, norms, update. The
-host looks at the losses and norms between the passes and the update, so a step that went wrong
-changes nothing. What a pass does differently at this step (entries selected, formats, replay) is a
-`Phase`, a value: every phase has its own graph. Source: spec/training.md sections 1, II.4.5.
+The same code runs eagerly on a CPU and as a few CUDA graphs on a GPU: first pass, later passes,
+norms, update. The host looks at the losses and norms between the passes and the update, so a step
+that went wrong changes nothing. What a pass does differently at this step (entries selected,
+formats, replay) is a `Phase`, a value: every phase has its own graph.
+Source: spec/training.md sections 1, II.4.5.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import torch
 from torch import Tensor
 
 from finwhale.config.run import RunConfig
-from finwhale.data.packing import NO_TARGET
 from finwhale.model import Backbone, Packing
 from finwhale.model.packing import Groups
 from finwhale.model.selection_plan import SelectionPlan
@@ -45,7 +45,7 @@ class Phase:
     def at(cls, run: RunConfig, step: int) -> Phase:
         """Return the phase of step `step` (from 0)."""
         quantization, steps = run.quantization, run.schedule.steps
-        quantized = quantization.start < 1 and step >= round(quantization.start * steps)
+        quantized = quantization.start < 1 and step >= int(quantization.start * steps)
         ratios = [r for r in run.model.text_config.compress_ratios if r]
         entries = run.sequence_length // min(ratios) if ratios else 0
         topk = run.model.text_config.index_topk
@@ -65,7 +65,7 @@ class StepMeasures:
     """What a step's passes gave, read from the device once.
 
     loss              mean next-token loss over the step's targets, nats
-    index_losses      mean loss of each indexer, by owner layer
+    index_losses      mean loss of each indexer over the step's tokens, by owner layer
     grad_norm         of all parameters but the indexers'; index_grad_norm of theirs
     """
 
@@ -97,6 +97,7 @@ class TrainStep:
         self._indexer = optimizers.parameters_of("indexer")
         self._lr = torch.zeros((), device=self.device)
         self._inverse = torch.zeros((), device=self.device)
+        self._inverse_tokens = torch.zeros((), device=self.device)
         self._phase: Phase | None = None
 
     def gradients(self, batch: Batch, step: int) -> StepMeasures:
@@ -104,20 +105,8 @@ class TrainStep:
 
         Nothing else changes: after a loss or norm that is not finite the model is as before.
         """
-        phase = self.enter(step)
-        self._inverse.fill_(1.0 / max(1, batch.num_targets))
-        measured: list[Tensor] = []
-        replay = _replay_starts(batch, self.run, step) if phase.replay else None
-        with self.deployed_weights():
-            row = 0
-            for part in batch.parts(self.run.micro_batch_rows):
-                rows = slice(row, row + len(part.ids))
-                self._load(part, step, None if replay is None else replay[:, rows])
-                # The next replay overwrites what this one gave.
-                measured.append(self.launch_pass(phase, is_first=row == 0).clone())
-                row = rows.stop
-        values = torch.cat((torch.stack(measured).sum(0), self.launch_norms())).tolist()
-        learned = self.owners if phase.index.learns else []
+        values = self.launch_gradients(batch, step).tolist()
+        learned = self.owners if Phase.at(self.run, step).index.learns else []
         return StepMeasures(
             loss=values[0],
             index_losses=dict(zip(learned, values[1:], strict=False)),
@@ -125,13 +114,59 @@ class TrainStep:
             index_grad_norm=values[-1],
         )
 
+    def launch_gradients(self, batch: Batch, step: int) -> Tensor:
+        """Start what `gradients` does; returns losses and the two norms, still on the device."""
+        phase = self._enter(step)
+        measured: list[Tensor] = []
+        with self.deployed_weights():
+            for number, _ in enumerate(self._loaded(batch, step, phase)):
+                is_first = number == 0
+                found = self._captured(
+                    ("pass", is_first), lambda is_first=is_first: self._pass(phase, is_first)
+                )
+                # The next replay overwrites what this one gave.
+                measured.append(found.clone())
+        return torch.cat((torch.stack(measured).sum(0), self._captured("norms", self._clip)))
+
+    def traces(self, batch: Batch, step: int) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Yield (first row, trace of the streams) of every part: the passes, forward only."""
+        phase = self._enter(step)
+        with self.deployed_weights(), torch.no_grad():
+            for first_row in self._loaded(batch, step, phase):
+                trace: dict[str, Any] = {}
+                packing, plan = self._inputs.batch.packing, self._plan(phase, None)
+                self.model.hidden(self._inputs.batch.ids, packing=packing, plan=plan, trace=trace)
+                yield first_row, trace
+
+    def _loaded(self, batch: Batch, step: int, phase: Phase) -> Iterator[int]:
+        """Load the parts of a batch one after the other; yield the first row of each."""
+        self._inverse.fill_(1.0 / max(1, batch.num_targets))
+        self._inverse_tokens.fill_(1.0 / max(1, int(batch.is_token.sum())))
+        replay = _replay_starts(batch, self.run, step) if phase.replay else None
+        row = 0
+        for part in batch.parts(self.run.micro_batch_rows):
+            rows = slice(row, row + len(part.ids))
+            self._inputs.load(
+                part.prepared(self.ratios, "cpu"),
+                seed=(self.run.seed << 32) + step,
+                first_row=row,
+                replay_starts=None if replay is None else replay[:, rows],
+            )
+            yield row
+            row = rows.stop
+
     def update(self, lr: float) -> float:
         """Step the optimisers and the expert balance; return the largest expert over-use."""
         return float(self.launch_update(lr))
 
-    def enter(self, step: int) -> Phase:
-        """Return the phase of step `step`; a new one drops the graphs of the last."""
+    def enter(self, step: int) -> None:
+        """Make the formats of step `step` the model's: what evaluations of that step see."""
+        self._enter(step)
+
+    def _enter(self, step: int) -> Phase:
+        """Begin step `step` and return its phase; a new one drops the graphs of the last."""
         phase = Phase.at(self.run, step)
+        self._captured.begin_step()
         if phase != self._phase:
             # Every graph reads the gradients that the graph of the first pass makes.
             self._captured.forget()
@@ -154,20 +189,12 @@ class TrainStep:
         finally:
             self._captured("give masters back", self._stored.give_back)
 
-    def launch_pass(self, phase: Phase, *, is_first: bool) -> Tensor:
-        """Start the passes over the loaded part; the first makes gradients, later ones add."""
-        return self._captured(("pass", is_first), lambda: self._pass(phase, is_first))
-
-    def launch_norms(self) -> Tensor:
-        """Start the clipping; returns the two norms before it, [2]."""
-        return self._captured("norms", self._clip)
-
     def launch_update(self, lr: float) -> Tensor:
         """Start the update; returns the largest expert over-use, []."""
         self._lr.fill_(lr)
         return self._captured("update", self._update)
 
-    def plan(self, phase: Phase, observer: IndexObjective | None) -> SelectionPlan:
+    def _plan(self, phase: Phase, observer: IndexObjective | None) -> SelectionPlan:
         """Return the selection plan of a pass over the loaded inputs."""
         inputs = self._inputs
         return SelectionPlan(
@@ -181,10 +208,6 @@ class TrainStep:
             router_observer=self.balance,
         )
 
-    def _load(self, part: Batch, step: int, replay_starts: np.ndarray | None) -> None:
-        seed = (self.run.seed << 32) + step
-        self._inputs.load(part.prepared(self.ratios, "cpu"), seed, replay_starts)
-
     def _pass(self, phase: Phase, is_first: bool) -> Tensor:
         """Run one part forward and backward; return [1 + owners] mean losses, detached."""
         if is_first:
@@ -192,25 +215,28 @@ class TrainStep:
             self.balance.clear()
         inputs, run = self._inputs, self.run
         batch, index = inputs.batch, phase.index
-        live = batch.targets != NO_TARGET
+        # Padding teaches nothing; a token without a target attends and is routed like any other.
+        live = batch.is_token
         count = run.indexer.rows if index.learns_rows else 0
-        rows = sampled_rows(inputs.seed, batch.ids, count)
+        rows = sampled_rows(inputs.seed, batch.ids, count, inputs.first_row)
         observer = None
         if index.learns:
             observer = IndexObjective(live=live, rows=rows, learns_rows=index.learns_rows)
         self.balance.watch(live)
-        plan = self.plan(phase, observer)
+        plan = self._plan(phase, observer)
         loss = loss_sum(self.model, batch, chunk_tokens=run.loss_chunk_tokens, plan=plan)
         learned = observer.losses() if observer else {}
-        total = loss + run.indexer.weight * sum(learned.values())
+        extra = run.indexer.weight * sum(learned.values())
         balance = self.balance.loss()
         if balance is not None:
-            total = total + balance
-        (total * self._inverse).backward()
+            extra = extra + balance
+        (loss * self._inverse + extra * self._inverse_tokens).backward()
         zero = torch.zeros_like(loss)
         # An owner without any entry in this batch has nothing to learn.
         own = [learned.get(owner, zero) for owner in self.owners] if index.learns else []
-        return torch.stack([loss.detach(), *(x.detach() for x in own)]) * self._inverse
+        return torch.stack(
+            [loss.detach() * self._inverse, *(x.detach() * self._inverse_tokens for x in own)]
+        )
 
     def _clip(self) -> Tensor:
         norms = [
@@ -267,31 +293,43 @@ class _Inputs:
     batch         ids and targets [B, T] and the prepared packing, on the run's device
     ratios        of the packing's groups
     seed          [] int64 of the step
+    first_row     [] int64, the part's first row in its batch
     replay_starts [2, B, T] int64, of the encoder's and of the decoder's replay
     """
 
     batch: Batch
     ratios: tuple[int, ...]
     seed: Tensor
+    first_row: Tensor
     replay_starts: Tensor
 
     @classmethod
     def empty(cls, rows: int, tokens: int, ratios: tuple[int, ...], device: str) -> _Inputs:
         """Return the tensors of a part of `rows` rows of `tokens` positions."""
         ids = torch.zeros(rows, tokens, dtype=torch.int64)
-        batch = Batch(ids=ids, targets=ids.clone(), packing=Packing.whole(rows, tokens))
+        batch = Batch(
+            ids=ids,
+            targets=ids.clone(),
+            is_token=torch.ones_like(ids, dtype=torch.bool),
+            packing=Packing.whole(rows, tokens),
+        )
         return cls(
             batch=batch.prepared(ratios, device),
             ratios=ratios,
             seed=torch.zeros((), dtype=torch.int64, device=device),
+            first_row=torch.zeros((), dtype=torch.int64, device=device),
             replay_starts=torch.full((2, rows, tokens), _NO_REPLAY, device=device),
         )
 
-    def load(self, batch: Batch, seed: int, replay_starts: np.ndarray | None) -> None:
+    def load(
+        self, batch: Batch, *, seed: int, first_row: int, replay_starts: np.ndarray | None
+    ) -> None:
         self.seed.fill_(seed)
+        self.first_row.fill_(first_row)
         pairs: list[tuple[Any, Any]] = [
             (self.batch.ids, batch.ids),
             (self.batch.targets, batch.targets),
+            (self.batch.is_token, batch.is_token),
             (self.batch.packing.positions, batch.packing.positions),
         ]
         if replay_starts is not None:

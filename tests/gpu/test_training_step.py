@@ -16,7 +16,7 @@ from finwhale.train.loss import Batch  # noqa: E402
 from finwhale.train.step import TrainStep  # noqa: E402
 
 
-def run_of(device, precision="fp32", graph=True, form="explored", scheme="report", **more):
+def run_of(device, precision="fp32", graph=True, form="explored", scheme="report", micro=2, **more):
     model = with_compressed_vocab(preset("unit"), 512)
     return RunConfig(
         model=model,
@@ -24,7 +24,7 @@ def run_of(device, precision="fp32", graph=True, form="explored", scheme="report
         precision=precision,
         cuda_graph=graph,
         batch_rows=4,
-        micro_batch_rows=2,
+        micro_batch_rows=micro,
         sequence_length=64,
         cache_rounding=False,
         optim=OptimConfig(scheme=scheme, lr=1e-3),
@@ -72,10 +72,11 @@ def test_negative_control_another_indexer_form_is_another_curve():
     assert gpu[0][1:5] != pytest.approx(cpu[0][1:5], rel=2e-2)
 
 
+@pytest.mark.parametrize("micro", [4, 2, 1])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_captured_steps_equal_eager_steps_bitwise(precision):
-    captured, first = curve(run_of("cuda", precision))
-    eager, second = curve(run_of("cuda", precision, graph=False))
+def test_captured_steps_equal_eager_steps_bitwise(precision, micro):
+    captured, first = curve(run_of("cuda", precision, micro=micro))
+    eager, second = curve(run_of("cuda", precision, graph=False, micro=micro))
     assert captured == eager
     assert all(torch.equal(first[name], second[name]) for name in first)
 

@@ -89,6 +89,7 @@ def test_rows_read_as_one_document_teach_the_indexer_something_else():
     whole = Batch(
         ids=batch.ids,
         targets=batch.targets,
+        is_token=batch.is_token,
         packing=Packing.whole(*batch.ids.shape).prepared(RATIOS, "cpu"),
     )
     right, wrong = (taught([b], "explored") for b in (batch, whole))
