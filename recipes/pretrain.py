@@ -44,7 +44,7 @@ def unit_smoke() -> RunConfig:
     """Seconds: the whole loop on the preset `unit`, for tests."""
     return RunConfig(
         model=unit(),
-        data=DataConfig(train_bytes=200_000, validation_bytes=20_000),
+        data=DataConfig(train_bytes=200_000, validation_bytes=6_000),
         optim=OptimConfig(lr=3e-3),
         schedule=ScheduleConfig(steps=8, warmup_steps=2),
         batch_rows=4,

@@ -48,7 +48,7 @@ def library(tmp_path_factory) -> Path:
 
 def smoke(library: Path) -> RunConfig:
     data = replace(
-        unit_smoke().data, corpus=str(library), train_bytes=60_000, validation_bytes=6_000
+        unit_smoke().data, corpus=str(library), train_bytes=60_000, validation_bytes=2_500
     )
     return replace(unit_smoke(), data=data)
 
@@ -188,6 +188,7 @@ def test_a_folder_with_a_state_is_not_overwritten(finished, library):
         _train(changed, finished[0], resume=True)
 
 
+@pytest.mark.slow
 def test_accumulated_steps_follow_whole_batches(finished, library, tmp_path):
     """Case 124 through the loop: 2 x 2 rows and 1 x 4 rows give the same curve to rounding."""
     run = replace(smoke(library), micro_batch_rows=4, cache_rounding=False)
@@ -317,7 +318,7 @@ VARIANTS = {
     [
         pytest.param("explored-report", marks=pytest.mark.slow),
         pytest.param("annealed", marks=pytest.mark.slow),
-        "sampled-quantised",
+        pytest.param("sampled-quantised", marks=pytest.mark.slow),
     ],
 )
 def test_resumed_equals_uninterrupted_in_every_variant(library, tmp_path, name):
