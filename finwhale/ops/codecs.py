@@ -14,7 +14,6 @@ from torch import Tensor
 E4M3_MAX = 448.0
 E2M1_MAX = 6.0
 # Magnitudes of codes 0..7; bit 3 is the sign.
-E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 # Halfway points between neighbours, and whether the tie goes up (to the even code).
 _E2M1_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 _E2M1_TIE_UP = (False, True, False, True, False, True, False)

@@ -116,7 +116,7 @@ class TrainStep:
 
     def launch_gradients(self, batch: Batch, step: int) -> Tensor:
         """Start what `gradients` does; returns losses and the two norms, still on the device."""
-        phase = self._enter(step)
+        phase = self.enter(step)
         measured: list[Tensor] = []
         with self.deployed_weights():
             for number, _ in enumerate(self._loaded(batch, step, phase)):
@@ -130,7 +130,7 @@ class TrainStep:
 
     def traces(self, batch: Batch, step: int) -> Iterator[tuple[int, dict[str, Any]]]:
         """Yield (first row, trace of the streams) of every part: the passes, forward only."""
-        phase = self._enter(step)
+        phase = self.enter(step)
         with self.deployed_weights(), torch.no_grad():
             for first_row in self._loaded(batch, step, phase):
                 trace: dict[str, Any] = {}
@@ -159,12 +159,8 @@ class TrainStep:
         """Step the optimisers and the expert balance; return the largest expert over-use."""
         return float(self.launch_update(lr))
 
-    def enter(self, step: int) -> None:
-        """Make the formats of step `step` the model's: what evaluations of that step see."""
-        self._enter(step)
-
-    def _enter(self, step: int) -> Phase:
-        """Begin step `step` and return its phase; a new one drops the graphs of the last."""
+    def enter(self, step: int) -> Phase:
+        """Begin step `step`: its formats become the model's, a new phase drops the old graphs."""
         phase = Phase.at(self.run, step)
         self._captured.begin_step()
         if phase != self._phase:
