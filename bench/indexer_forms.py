@@ -52,13 +52,16 @@ def table(found, name: str) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--seeds", type=int, default=4)
+    parser.add_argument("--check", type=int, default=250)
     parser.add_argument("--limit-s", type=float, default=480)
     parser.add_argument("--forms", nargs="*", default=list(INDEXER_FORMS))
     parser.add_argument("--set", nargs="*", default=[])
     parser.add_argument("--recall-share", type=float, default=0.65)
-    parser.add_argument("--decoder-forms", nargs="*", default=["frozen", "selected", "explored"])
+    parser.add_argument(
+        "--decoder-forms", nargs="*", default=["frozen", "selected", "explored", "dense_warmup"]
+    )
     args = parser.parse_args()
     began = time.time()
     seeds = "seed=" + ",".join(str(n) for n in range(args.seeds))
@@ -72,7 +75,7 @@ def main() -> int:
             torch.cuda.empty_cache()
             found = lanes(recipe_run(recipe, settings), ["indexer.form=" + ",".join(forms), seeds])
             left = share * args.limit_s - (time.time() - began)
-            train_all(found, check=500, check_rows=64, last_rows=512, limit_s=left)
+            train_all(found, check=args.check, check_rows=64, last_rows=512, limit_s=left)
             record(found, "indexer_forms", recipe, settings)
             table(found, recipe.rpartition(":")[2])
             del found

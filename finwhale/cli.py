@@ -508,7 +508,13 @@ _DESCRIPTION = (
 )
 
 
-_EXTRAS = {"tokenizers": "text", "rich": "cli", "matplotlib": "cli"}
+_EXTRAS = {
+    "tokenizers": "text",
+    "rich": "cli",
+    "matplotlib": "cli",
+    "llguidance": "grammar",
+    "numba": "engine",
+}
 
 
 def _sentence(error: Exception) -> str | None:

@@ -9,15 +9,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from finwhale.config.model import ModelConfig
-from finwhale.config.presets import nano
+from finwhale.config.presets import nano, unit
 from finwhale.config.run import DataConfig, IndexerConfig, OptimConfig, RunConfig, ScheduleConfig
 
 _VOCAB = 128
 
 
-def nano_for_tasks(index_topk: int = 4) -> ModelConfig:
-    """Return `nano` with a vocabulary of 128 and a top-k of `index_topk`."""
-    config = nano()
+def for_tasks(config: ModelConfig, index_topk: int = 4) -> ModelConfig:
+    """Return a preset with a vocabulary of 128 and a top-k of `index_topk`."""
     return replace(
         config,
         image_token_id=_VOCAB - 1,
@@ -34,17 +33,22 @@ def nano_for_tasks(index_topk: int = 4) -> ModelConfig:
 
 
 def recall_gpu() -> RunConfig:
-    """Associative recall: 32 pairs, then every key asked at more than a window's distance."""
+    """Associative recall: 8 pairs among fillers, every key asked beyond a window's distance.
+
+    Keys are always the same eight, so a small model learns each by heart in a few hundred steps;
+    where a pair stands and what its value is changes with every row.
+    """
     return RunConfig(
-        model=nano_for_tasks(),
+        model=for_tasks(nano()),
         data=DataConfig(
             corpus="task:associative_recall",
-            task_rows=49_152,
-            task_options=("num_pairs=32", "num_queries=32", "window=32"),
+            # More rows than steps ask for: Engram learns a row by heart that comes twice.
+            task_rows=24_576,
+            task_options=("num_pairs=8", "num_queries=8", "num_keys=8", "scattered=1", "window=32"),
         ),
-        optim=OptimConfig(scheme="adamw", lr=2e-3, balance_rate=0.003),
+        optim=OptimConfig(scheme="muon_adamw", lr=8e-3, balance_rate=0.003),
         indexer=IndexerConfig(form="explored"),
-        schedule=ScheduleConfig(steps=1500, warmup_steps=50, min_ratio=0.1),
+        schedule=ScheduleConfig(steps=500, warmup_steps=50, min_ratio=0.1),
         batch_rows=32,
         micro_batch_rows=32,
         sequence_length=192,
@@ -52,15 +56,34 @@ def recall_gpu() -> RunConfig:
         device="cuda",
         precision="bf16",
         eval_every=250,
-        save_every=1500,
+        save_every=500,
     )
 
 
 def decoder_recall_gpu() -> RunConfig:
     """Two lookups in a row: the second key exists only once the first was looked up."""
     run = recall_gpu()
-    options = ("num_pairs=16", "num_queries=16", "window=32")
+    options = ("num_pairs=4", "num_links=4", "num_queries=4", "num_keys=8", "window=32")
     return replace(
         run,
         data=replace(run.data, corpus="task:decoder_recall", task_options=options),
+    )
+
+
+def recall_cpu() -> RunConfig:
+    """The same in minutes on one core: preset `unit`, four pairs, top-k 2 of 32 or 64 entries."""
+    run = recall_gpu()
+    options = ("num_pairs=4", "num_queries=4", "num_keys=4", "scattered=1", "window=8")
+    return replace(
+        run,
+        model=for_tasks(unit(), index_topk=2),
+        data=replace(run.data, task_rows=4096, task_options=options),
+        schedule=replace(run.schedule, steps=240, warmup_steps=20),
+        batch_rows=16,
+        micro_batch_rows=16,
+        sequence_length=64,
+        device="cpu",
+        precision="fp32",
+        eval_every=240,
+        save_every=240,
     )

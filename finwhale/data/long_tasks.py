@@ -112,23 +112,35 @@ def associative_recall(
     num_pairs: int = 8,
     num_queries: int = 4,
     window: int = 0,
+    num_keys: int = 0,
+    scattered: int = 0,
+    min_pairs: int = 0,
 ) -> Example:
     """Return key-value pairs, fillers, then questions: k v k v .. filler .. QUERY k *v* ..
 
     Every asked key is more than `window` tokens after every pair. Keys and values are distinct.
-    Chance: 1 / num_pairs.
+    `num_keys` draws keys from that many only, so that a small model can learn each by heart;
+    `scattered` = 1 puts the pairs at random places among the first fillers, whole, instead of in
+    front. With `min_pairs` the number of pairs is drawn from min_pairs to num_pairs, evenly in its
+    logarithm, and at most as many are asked. Chance: 1 / pairs.
     """
     roles = alphabet(vocab)
-    keys = _draw(rng, roles.keys, num_pairs, "num_pairs")
+    if not 0 <= min_pairs <= num_pairs:
+        raise TaskError(f"min_pairs: got {min_pairs}, expected 0 to num_pairs = {num_pairs}")
+    if min_pairs:
+        num_pairs = int(min_pairs * ((num_pairs + 1) / min_pairs) ** rng.random())
+        num_queries = min(num_queries, num_pairs)
+    keys = _draw(rng, roles.keys[: num_keys or None], num_pairs, "num_pairs")
     values = _draw(rng, roles.values, num_pairs, "num_pairs")
     pairs = list(zip(keys, values, strict=True))
     asked = _pick(rng, pairs, num_queries, "num_queries")
     room = _room(length, 2 * num_pairs + 3 * num_queries, window)
-    parts = [
-        ([token for pair in pairs for token in pair], False),
-        (_fill(rng, roles.fillers, room), False),
-        *_questions(roles.query, asked),
-    ]
+    filler = _fill(rng, roles.fillers, room)
+    places = [0] * num_pairs
+    if scattered:
+        places = rng.integers(0, room - window + 1, size=num_pairs).tolist()
+    body = _with_inserted(filler, [list(pair) for pair in pairs], places)
+    parts = [(body, False), *_questions(roles.query, asked)]
     return _example("associative_recall", parts, 1 / num_pairs)
 
 
@@ -339,6 +351,7 @@ def decoder_recall(
     num_links: int = 4,
     num_queries: int = 1,
     window: int = 0,
+    num_keys: int = 0,
 ) -> Example:
     """Return two tables and questions whose lookup key is itself the result of a lookup.
 
@@ -347,12 +360,13 @@ def decoder_recall(
     search key exists only in deep layers; an index computed from shallow states finds the first
     table's row, never the second's. Limit: a model may also resolve links while it reads the
     second table; several keys per link (num_pairs / num_links) make that the harder way, not an
-    impossible one, so compare with `associative_recall`. Chance: 1 / num_links.
+    impossible one, so compare with `associative_recall`. `num_keys` draws keys and links from that
+    many names only. Chance: 1 / num_links.
     """
     roles = alphabet(vocab)
     if not 1 <= num_links <= num_pairs:
         raise TaskError(f"num_links: got {num_links}, expected 1 to num_pairs = {num_pairs}")
-    names = _draw(rng, roles.keys, num_pairs + num_links, "num_pairs")
+    names = _draw(rng, roles.keys[: num_keys or None], num_pairs + num_links, "num_pairs")
     keys, links = names[:num_pairs], names[num_pairs:]
     values = _draw(rng, roles.values, num_links, "num_links")
     # Every link is used, as evenly as the numbers allow.

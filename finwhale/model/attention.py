@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from finwhale.config import AttentionMode, LayerSpec
 from finwhale.model.compressor import Compressor
 from finwhale.model.indexer import Indexer
-from finwhale.model.layers import ForwardState, Linear, Parts, RMSNorm, rounded
+from finwhale.model.layers import ForwardState, Linear, Parts, RMSNorm
 
 
 class Attention(nn.Module):
@@ -50,38 +50,41 @@ class Attention(nn.Module):
         q = ops.apply_rope(q, rotation)
         window_kv = ops.apply_rope(self.kv_norm(self.wkv(x)), rotation)  # [B, T, D]
         state.note(f"window_kv_raw.{spec.layer_id}", window_kv)
-        window_kv = rounded(self.parts, ops.round_window_kv, window_kv)
+        window_kv = state.cached(self.parts, ops.round_window_kv, window_kv)
         self.publish(x if entry_input is None else entry_input, state)
         if self.indexer is not None:
             state.topk[spec.layer_id] = self.indexer(x, qr, state)
             state.note(f"topk.{spec.layer_id}", state.topk[spec.layer_id])
+        out = self._attend(state, q, window_kv)
+        out = ops.apply_rope(out, rotation, inverse=True)
+        # D10: wo_a reads bf16, its input is not rounded to FP8.
+        grouped = out.flatten(-2).unflatten(-1, (c.o_groups, -1))  # [B, T, G, H/G * D]
+        return self.wo_b(ops.grouped_linear(grouped, self.wo_a.weight))
+
+    def _attend(self, state: ForwardState, q: Tensor, window_kv: Tensor) -> Tensor:
+        """Return the attention core's output; whoever teaches the indexer sees where it looked."""
+        spec = self.spec
+        if state.paged is not None:
+            return state.paged.attend(spec, q, window_kv, self.attn_sink)
         is_window = spec.mode is AttentionMode.WINDOW
-        out = self._attend(
-            state,
+        inputs = (
             q,
             state.window(spec.layer_id, window_kv),
             None if is_window else state.entries[spec.kv_owner],
             None if is_window else state.topk[spec.topk_owner],
             self.attn_sink,
             state.reach(spec),
-            c.sliding_window,
+            self.parts.config.sliding_window,
         )
-        out = ops.apply_rope(out, rotation, inverse=True)
-        # D10: wo_a reads bf16, its input is not rounded to FP8.
-        grouped = out.flatten(-2).unflatten(-1, (c.o_groups, -1))  # [B, T, G, H/G * D]
-        return self.wo_b(ops.grouped_linear(grouped, self.wo_a.weight))
-
-    def _attend(self, state: ForwardState, *inputs) -> Tensor:
-        """Return the attention core's output; whoever teaches the indexer sees where it looked."""
         observer = None if state.plan is None else state.plan.observer
         if observer is None:
             return self.parts.ops.sparse_attention(*inputs)
         mass = None
-        if observer.wants_mass(self.spec):
+        if observer.wants_mass(spec):
             out, mass = self.parts.ops.sparse_attention_with_mass(*inputs)
         else:
             out = self.parts.ops.sparse_attention(*inputs)
-        observer.attended(self.spec, mass, inputs)
+        observer.attended(spec, mass, inputs)
         return out
 
     def publish(self, entry_input: Tensor, state: ForwardState) -> None:
@@ -94,4 +97,4 @@ class Attention(nn.Module):
         keys = self.indexer.make_keys(latent.detach(), state)
         entries = ops.apply_rope(latent, state.entry_rotation(self.spec))
         state.note(f"entries_raw.{layer}", entries)
-        state.publish(layer, rounded(self.parts, ops.round_main_kv, entries), keys)
+        state.publish(layer, state.cached(self.parts, ops.round_main_kv, entries), keys)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from finwhale.config import LayerSpec, ModelConfig, build_layer_specs
 from finwhale.config.layers import Half, RopeKind
 from finwhale.model.block import Block
-from finwhale.model.continuation import Continuation
+from finwhale.model.continuation import Continuation, PagedRows
 from finwhale.model.init import initialize
 from finwhale.model.layers import ForwardState, Parts, RMSNorm
 from finwhale.model.moe import Gate
@@ -128,6 +128,11 @@ class Backbone(nn.Module):
         for layer in self.layers:
             layer.ffn.stack_experts()
 
+    def share_experts(self, stacked: Backbone) -> None:
+        """Read the experts from the stacks of another model of equal weights: one copy for both."""
+        for layer, other in zip(self.layers, stacked.layers, strict=True):
+            layer.ffn.share_experts(other.ffn)
+
     def trained_tensors(self) -> dict[str, Tensor]:
         """Return what an optimiser may own, by name: the parameters, experts stacked or single."""
         found: dict[str, Tensor] = {}
@@ -217,9 +222,24 @@ class Backbone(nn.Module):
             if spec.half is Half.DECODER:
                 self.note_encoder_output(streams, pre, state)
             streams, pre = self.layers[spec.layer_id](streams, pre, state, self.pad_id)
-            if state.continuation is not None:
+            if state.continuation is not None and state.paged is None:
                 _check_finite(spec.layer_id, streams, state)
         return streams, pre
+
+    def paged_state(self, paged: PagedRows, positions: Tensor, compressed: Tensor) -> ForwardState:
+        """Return the shared state of an engine's pass over rows of many sequences.
+
+        positions   [1, T] int64 position of every row in its sequence
+        compressed  [1, T'] int64 compressed ids of the rows, their histories among them
+        """
+        lengths = ((positions.shape[1],),)
+        return ForwardState(
+            packing=Packing(positions=positions, is_single=True, lengths=lengths),
+            continuation=paged,
+            paged=paged,
+            compressed_ids=compressed,
+            frequencies=self.frequencies,
+        )
 
     def note_encoder_output(self, streams: Tensor, pre: Tensor, state: ForwardState) -> None:
         """Keep what leaves the encoder, once, if decoder owners read it (`ced_kv_from`)."""

@@ -9,6 +9,7 @@ Source: spec/backbone.md section 3 (replay), kv-cache.md section 1.1.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +18,35 @@ from finwhale.cache.rows import RecentRows
 from finwhale.cache.sequence_state import SequenceState, StateError
 from finwhale.config import LayerSpec
 from finwhale.model.packing import Groups
+
+
+class PagedRows(Protocol):
+    """Rows of many sequences on top of packed pools, as the layers see them (an engine's pass).
+
+    Layers hand over values before rounding: what is stored and what is read back is the pools'
+    business. Rows of all sequences lie one after the other in one [1, T] row.
+    """
+
+    def groups(self, spec: LayerSpec, positions: Tensor) -> Groups:
+        """Return the groups that these rows complete, as `Continuation.groups`."""
+
+    def complete_groups(self, spec: LayerSpec, rows: Tensor) -> Tensor:
+        """Return the rows of every group that is complete now, as `Continuation`."""
+
+    def new_token_rows(self, spec: LayerSpec, x: Tensor) -> Tensor:
+        """Return the rows of x whose ratio-1 entries are not stored yet, as `Continuation`."""
+
+    def append(self, layer: int, entries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """Pack and store new entries and index keys [1, M, ...]."""
+
+    def attend(self, spec: LayerSpec, q: Tensor, window_kv: Tensor, sink: Tensor) -> Tensor:
+        """Return the attention core's output [1, T, H, D] for raw window rows [1, T, D]."""
+
+    def select(self, spec: LayerSpec, q: Tensor, weights: Tensor) -> Tensor:
+        """Return pool rows of the selected entries, [1, T, K] int64, -1 empty."""
+
+    def engram_positions(self) -> tuple[Tensor, Tensor]:
+        """Return positions of ids behind their histories [1, T'], and which are own [T]."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -55,7 +55,10 @@ class Engram(nn.Module):
         """Return the table rows of every token, [B, T, J] int64."""
         ids, positions = state.compressed_ids, state.packing.positions
         earlier = ids.shape[1] - positions.shape[1]  # ids of tokens before this call
-        if earlier:
+        own = slice(earlier, None)
+        if state.paged is not None:
+            positions, own = state.paged.engram_positions()
+        elif earlier:
             positions = torch.cat(
                 (positions[:, :1] + torch.arange(-earlier, 0, device=ids.device), positions), dim=1
             )
@@ -68,7 +71,7 @@ class Engram(nn.Module):
             self.offsets.to(ids.device),
             pad_id,
         )
-        return rows[:, earlier:]
+        return rows[:, own]
 
     def forward(self, streams: Tensor, state: ForwardState, pad_id: int) -> Tensor:
         """Return the streams plus the gated value. streams [B, T, N, C]."""

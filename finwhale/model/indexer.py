@@ -37,7 +37,7 @@ class Indexer(nn.Module):
         keys = self.k_norm(self.wk(latent))
         keys = ops.apply_rope(keys, state.entry_rotation(self.spec))
         state.note(f"index_k_raw.{layer}", keys)
-        return rounded(self.parts, ops.round_index, keys)
+        return state.cached(self.parts, ops.round_index, keys)
 
     def forward(self, x: Tensor, qr: Tensor, state: ForwardState) -> Tensor:
         """Return the selected entry rows of every query.
@@ -81,6 +81,8 @@ class Indexer(nn.Module):
     def _deployed(self, x: Tensor, qr: Tensor, state: ForwardState) -> Tensor:
         c, spec = self.parts.config, self.spec
         q, weights = self._queries(x, qr, state)
+        if state.paged is not None:
+            return state.paged.select(spec, q, weights)
         keys = state.index_keys[spec.kv_owner]
         batch, tokens, num_keys = q.shape[0], q.shape[1], keys.shape[1]
         step = max(1, _SLICE_BYTES // (4 * max(1, num_keys) * c.index_n_heads * batch))

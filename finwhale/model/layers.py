@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from finwhale.config import LayerSpec, TextConfig
 from finwhale.config.layers import RopeKind
-from finwhale.model.continuation import Continuation
+from finwhale.model.continuation import Continuation, PagedRows
 from finwhale.model.numerics import Numerics
 from finwhale.model.packing import Groups, Packing
 from finwhale.model.selection_plan import SelectionPlan
@@ -80,12 +80,14 @@ class ForwardState:
     pool_blocks                [B, T, P] int64 blocks of the candidate pool, from document start
     encoder_output             [B, T, C] collapsed streams at the encoder-decoder cut, or None
     plan                       how a training pass selects (selection_plan.py); None: as deployed
+    paged                      packed pools under many sequences (an engine's pass), or None
     layer_tokens[L]            rows that layer L has run on
     stale_keys, stale_rows     [B, M, DI], [B, T] bool: stale_slot.py; None by the default rule
     """
 
     packing: Packing
-    continuation: Continuation | None = None
+    continuation: Continuation | PagedRows | None = None
+    paged: PagedRows | None = None
     image_mask: Tensor | None = None
     compressed_ids: Tensor | None
     trace: dict[str, Any] | None = None
@@ -128,6 +130,10 @@ class ForwardState:
             positions = self.groups(spec).positions
             self._rotations[key] = rope_rotation(positions, self.frequencies[spec.rope])
         return self._rotations[key]
+
+    def cached(self, parts: Parts, rounding, x: Tensor) -> Tensor:
+        """Return x as the cache would give it back; packed pools round when they store."""
+        return x if self.paged is not None else rounded(parts, rounding, x)
 
     def window(self, layer: int, rows: Tensor) -> Tensor:
         """Return what windows of this call read: earlier rows, if any, then `rows` [B, T, D]."""

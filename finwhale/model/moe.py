@@ -90,6 +90,14 @@ class MoE(nn.Module):
         for stack in self.stacks.values():
             stack.requires_grad_()
 
+    def share_experts(self, stacked: MoE) -> None:
+        """Let the experts' weights be views of the stacks of `stacked`; own stacks stay."""
+        if self.stacks:
+            return
+        for expert, other in zip(self.experts, stacked.experts, strict=True):
+            for name in ("w1", "w2", "w3"):
+                getattr(expert, name).weight.data = getattr(other, name).weight.data
+
     def forward(self, x: Tensor, state: ForwardState) -> Tensor:
         """Return routed plus shared expert outputs, summed in fp32. x [B, T, C]."""
         z = x.flatten(0, -2)  # [N, C]

@@ -69,6 +69,7 @@ def engram_gate(
     q_weight: Tensor,
     k_weight: Tensor,
     eps: float,
+    sigmoid=torch.sigmoid,
 ) -> Tensor:
     """Return X_s + gate_s * value, with gate_s a sigmoid of a signed root of a normalised dot.
 
@@ -86,5 +87,5 @@ def engram_gate(
     dot = (x * (q_weight.float() * k_weight.float()) * key).sum(-1)  # [..., N]
     dot = dot * torch.rsqrt(x.square().mean(-1) + eps) * torch.rsqrt(key.square().mean(-1) + eps)
     dot = dot * x.shape[-1] ** -0.5
-    gate = torch.sigmoid(torch.copysign(dot.abs().clamp_min(1e-6).sqrt(), dot))
+    gate = sigmoid(torch.copysign(dot.abs().clamp_min(1e-6).sqrt(), dot))
     return (x + gate.unsqueeze(-1) * value.float().unsqueeze(-2)).to(streams.dtype)

@@ -79,6 +79,8 @@ def hyper_mix(
     norm_eps: float,
     eps: float,
     sinkhorn=sinkhorn_ref,
+    linear=torch.nn.functional.linear,
+    sigmoid=torch.sigmoid,
 ) -> HyperMix:
     """Return the coefficients of one site.
 
@@ -91,13 +93,11 @@ def hyper_mix(
     """
     num = streams.shape[-2]
     u = streams.flatten(-2).float()  # [..., N * C]
-    m = torch.nn.functional.linear(u, fn) * torch.rsqrt(
-        u.square().mean(-1, keepdim=True) + norm_eps
-    )
+    m = linear(u, fn) * torch.rsqrt(u.square().mean(-1, keepdim=True) + norm_eps)
     pre, post, comb = m.split((num, num, num * num), dim=-1)
     pre_base, post_base, comb_base = base.split((num, num, num * num))
-    pre = torch.sigmoid(scale[0] * pre + pre_base) + eps
-    post = 2 * torch.sigmoid(scale[1] * post + post_base)
+    pre = sigmoid(scale[0] * pre + pre_base) + eps
+    post = 2 * sigmoid(scale[1] * post + post_base)
     comb = (scale[2] * comb + comb_base).unflatten(-1, (num, num)).softmax(-1) + eps
     return HyperMix(pre, post, sinkhorn(comb, iterations, eps))
 

@@ -10,7 +10,13 @@ import torch
 from torch import Tensor
 
 
-def route_experts(logits: Tensor, bias: Tensor, k: int, scaling: float) -> tuple[Tensor, Tensor]:
+def route_experts(
+    logits: Tensor,
+    bias: Tensor,
+    k: int,
+    scaling: float,
+    softplus=torch.nn.functional.softplus,
+) -> tuple[Tensor, Tensor]:
     """Return the chosen experts and their weights.
 
     s = sqrt(softplus(logits)); choose the k best of s + bias; w = s / (sum of chosen s) * scaling
@@ -21,7 +27,7 @@ def route_experts(logits: Tensor, bias: Tensor, k: int, scaling: float) -> tuple
 
     Section 8, steps 1 to 3.
     """
-    scores = torch.nn.functional.softplus(logits).sqrt()
+    scores = softplus(logits).sqrt()
     order = (scores.detach() + bias).sort(dim=-1, descending=True, stable=True).indices[..., :k]
     chosen = scores.gather(-1, order)
     return order, chosen / (chosen.sum(-1, keepdim=True) + 1e-20) * scaling

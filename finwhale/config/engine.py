@@ -1,0 +1,67 @@
+"""Settings of the engine, compared with each other before a byte is allocated.
+
+Sizes come in tokens and bytes, never as a share of the machine. A newcomer's mistake: a step's
+token budget below the number of sequences, which would let decoding starve every prefill; it is
+refused here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from finwhale.config.model import ConfigError
+
+STORAGES = ("fp4", "bf16", "fp32")
+PREFILLS = ("exact", "bounded", "full")
+KERNELS = ("auto", "numba", "torch")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineConfig:
+    """How an `Engine` serves.
+
+    block_size         tokens of a cache block; every global KV stream has its part of it
+    num_blocks         blocks of the pool: num_blocks * block_size tokens of context in all
+    max_sequences      sequences with a window of their own, computed in one step at most
+    max_batch_tokens   encoder rows of one step
+    max_waiting        requests that may queue; one more is refused
+    prefill            "exact": the decoder on the trailing rows that exactness needs. "bounded":
+                       the approximation A01. "full": all layers on all tokens
+    prefix_cache       keep full blocks for later prompts
+    snapshot_bytes     memory for windows at block ends: a hit that finds one replays nothing
+    storage            "fp4": the deployed records. "bf16", "fp32": for debugging
+    batch_invariant    the same bits in any company; off: products of fewer than four rows take the
+                       library's shorter path
+    kernels            "numba": compiled. "torch": the slow definition. "auto": numba if installed
+    poison             fill free blocks with bytes that read as NaN (tests)
+    """
+
+    block_size: int = 64
+    num_blocks: int = 256
+    max_sequences: int = 16
+    max_batch_tokens: int = 256
+    max_waiting: int = 1024
+    prefill: str = "exact"
+    prefix_cache: bool = True
+    snapshot_bytes: int = 256 << 20
+    storage: str = "fp4"
+    batch_invariant: bool = True
+    kernels: str = "auto"
+    poison: bool = False
+
+    def __post_init__(self) -> None:
+        for name, known in (("storage", STORAGES), ("prefill", PREFILLS), ("kernels", KERNELS)):
+            value = getattr(self, name)
+            if value not in known:
+                raise ConfigError(f"engine.{name}: got {value!r}, expected one of {known}")
+        for name in ("block_size", "num_blocks", "max_sequences", "max_batch_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"engine.{name}: got {getattr(self, name)}, expected at least 1")
+        for name in ("max_waiting", "snapshot_bytes"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"engine.{name}: got {getattr(self, name)}, expected 0 or more")
+        if self.max_batch_tokens <= self.max_sequences:
+            raise ConfigError(
+                f"engine.max_batch_tokens: got {self.max_batch_tokens}, expected more than "
+                f"max_sequences = {self.max_sequences}, or decoding could starve every prefill"
+            )

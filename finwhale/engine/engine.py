@@ -1,0 +1,398 @@
+"""Many requests at once: token ids in, increments of token ids out.
+
+    engine = Engine(model, EngineConfig(num_blocks=512))
+    engine.add([1, 2, 3], SamplingParams(max_new_tokens=8, temperature=0), request_id="a")
+    while engine.has_work:
+        for output in engine.step():
+            ...
+
+Each request gets the tokens and log-probabilities that it would get alone, bit for bit, whoever
+else is served (`batch_invariant`). One thread drives an engine; nothing here waits or locks.
+A newcomer's mistake: reading a step as one token of every request; a step may draw none.
+Source: spec/backbone.md section 3, spec/kv-cache.md sections 4.3 and 8.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable
+from collections.abc import Sequence as Tokens
+from dataclasses import asdict
+
+import torch
+
+from finwhale.cache.block_allocator import BlockAllocator
+from finwhale.cache.paged_pools import PagedLayout, PagedPools
+from finwhale.cache.prefix_index import PrefixIndex
+from finwhale.cache.prefix_key import Namespace
+from finwhale.config import ConfigError
+from finwhale.config.engine import EngineConfig
+from finwhale.engine.invariance import broken_promises, engine_ops
+from finwhale.engine.prefill import encoder_only_unsupported
+from finwhale.engine.request import RequestError, RequestOutput, SamplingParams, TokenResult
+from finwhale.engine.runner import Runner, quantities, with_ops
+from finwhale.engine.sampler import LogitsError, choice_seed, sample_batch, token_logprobs
+from finwhale.engine.scheduler import Scheduler
+from finwhale.engine.sequence import Sequence
+from finwhale.model import Backbone
+from finwhale.telemetry import get_logger
+
+logger = get_logger("engine")
+
+
+class QueueFullError(RuntimeError):
+    """Too many requests wait; try again later."""
+
+
+class Engine:
+    """Serves one model from one set of pools; see the module's example.
+
+    tokenizer_digest  of whoever makes the ids: prefixes are shared within one tokenizer alone
+    """
+
+    def __init__(
+        self, model: Backbone, config: EngineConfig | None = None, *, tokenizer_digest: str = ""
+    ):
+        """Allocate the pools and check the promise of equal bits.
+
+        Raises ConfigError for settings that this model cannot be served with.
+        """
+        self.config = config or EngineConfig()
+        _check_model(model, self.config)
+        c = model.config.text_config
+        try:
+            ops, reads = engine_ops(
+                self.config.kernels, batch_invariant=self.config.batch_invariant
+            )
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        self.model = with_ops(model, ops)
+        layout = PagedLayout(
+            config=c, block_size=self.config.block_size, storage=self.config.storage
+        )
+        self.pools = PagedPools(
+            layout,
+            num_blocks=self.config.num_blocks,
+            num_slots=self.config.max_sequences,
+            poison=self.config.poison,
+        )
+        self.allocator = BlockAllocator(self.config.num_blocks)
+        self.namespace = Namespace(
+            weights_digest=weights_digest(self.model),
+            layout=f"{self.config.storage} {self.config.block_size} {asdict(c)}",
+            numerics=f"{model.numerics} {reads.name} {self.config.batch_invariant}",
+            tokenizer=tokenizer_digest,
+            replay_mode=self.config.prefill,
+        )
+        self.index = PrefixIndex(
+            self.allocator,
+            self.namespace,
+            self.config.block_size,
+            max_blocks=None if self.config.prefix_cache else 0,
+            max_attachment_bytes=self.config.snapshot_bytes,
+        )
+        self.scheduler = Scheduler(self.config, self.pools, self.allocator, self.index)
+        self.runner = Runner(self.model, self.pools, ops, reads)
+        self.kernels = reads.name
+        self.broken: list[str] = []
+        if self.config.batch_invariant:
+            self.broken = broken_promises(quantities(self.model), ops)
+        self._sequences: dict[tuple[str, int], Sequence] = {}
+        self._held: dict[str, list[Sequence]] = {}
+        self._ready: list[RequestOutput] = []
+        self._partial_prompts: dict[tuple[str, int], list[TokenResult]] = {}
+        self._num_added = 0
+        for line in self.memory_plan():
+            logger.info(line)
+        for name in self.broken:
+            logger.warning("batch invariance does not hold on this CPU: %s", name)
+
+    def memory_plan(self) -> list[str]:
+        """Return what a person wants to know at the start, a line each; bytes are measured."""
+        size, layout = self.pools.num_bytes(), self.pools.layout
+        tokens = self.config.num_blocks * self.config.block_size
+        entries = size["main"] + size["index_k"]
+        slots = size["window"] + size["open"]
+        snapshots = self.config.snapshot_bytes if self.config.prefix_cache else 0
+        return [
+            f"global KV  {entries:,} bytes for {tokens:,} tokens in {self.config.num_blocks} "
+            f"blocks of {self.config.block_size}: {entries / tokens:g} bytes per token",
+            f"windows    {slots:,} bytes for {self.config.max_sequences} sequences, "
+            f"{layout.slot_bytes:,} each",
+            f"snapshots  up to {snapshots:,} bytes",
+            f"kernels    {self.kernels}, prefill {self.config.prefill}, storage "
+            f"{self.config.storage}, batch invariant: "
+            + ("off" if not self.config.batch_invariant else "no" if self.broken else "yes"),
+        ]
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step could bring anything."""
+        return bool(self._sequences or self._ready)
+
+    def add(
+        self,
+        prompt: Tokens[int],
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        salt: str = "",
+    ) -> str:
+        """Queue a request and return its id.
+
+        prompt  token ids, at least one
+        salt    requests share cached prefixes only with requests of the same salt (a tenant)
+
+        Raises RequestError for what could never be served, QueueFullError when too many wait.
+        """
+        params = params or SamplingParams()
+        prompt = [int(token) for token in prompt]
+        request_id = f"request-{self._num_added}" if request_id is None else request_id
+        self._check(prompt, params, request_id)
+        # A request without a seed still gets one, so that a preemption does not change its draws.
+        seed = int.from_bytes(os.urandom(8), "big") if params.seed is None else params.seed
+        sequences = [
+            Sequence(
+                request_id=request_id,
+                index=index,
+                params=params,
+                tokens=list(prompt),
+                num_prompt=len(prompt),
+                arrival=self._num_added + index,
+                seed=choice_seed(seed, index),
+                salt=salt,
+                constraint=None if params.constraint is None else params.constraint.copy(),
+            )
+            for index in range(params.n)
+        ]
+        self._num_added += params.n
+        self._sequences |= {sequence.name: sequence for sequence in sequences}
+        self.scheduler.waiting.append(sequences[0])
+        # The other choices start when the first has read the prompt, and find it cached.
+        self._held[request_id] = sequences[1:]
+        return request_id
+
+    def _check(self, prompt: list[int], params: SamplingParams, request_id: str) -> None:
+        c = self.model.config.text_config
+        if not prompt:
+            raise RequestError("prompt", "no tokens", "at least one (begin with the bos id)")
+        if not 0 <= min(prompt) <= max(prompt) < c.vocab_size:
+            raise RequestError(
+                "prompt", f"ids {min(prompt)} to {max(prompt)}", f"0 to {c.vocab_size - 1}"
+            )
+        params.check(c.vocab_size)
+        if any(name[0] == request_id for name in self._sequences):
+            raise RequestError("request_id", repr(request_id), "an id that is not being served")
+        longest = len(prompt) + params.max_new_tokens
+        if longest > c.max_position_embeddings:
+            raise RequestError(
+                "max_new_tokens",
+                f"{params.max_new_tokens} behind a prompt of {len(prompt)}",
+                f"at most {c.max_position_embeddings} tokens in all (max_position_embeddings)",
+            )
+        if self.scheduler.num_blocks_for(longest) > self.config.num_blocks:
+            raise RequestError(
+                "max_new_tokens",
+                f"{params.max_new_tokens} behind a prompt of {len(prompt)}",
+                f"at most {self.config.num_blocks * self.config.block_size} tokens in all, or a "
+                "larger engine.num_blocks",
+            )
+        num_waiting = len(self.scheduler.waiting) + sum(map(len, self._held.values()))
+        if num_waiting + params.n > self.config.max_waiting:
+            raise QueueFullError(
+                f"engine.max_waiting: {num_waiting} requests wait, {self.config.max_waiting} may; "
+                "try again later"
+            )
+
+    def cancel(self, request_id: str) -> bool:
+        """End all choices of a request at once and free their memory; False if there are none."""
+        own = [s for name, s in self._sequences.items() if name[0] == request_id]
+        for sequence in own:
+            self._end(sequence, "cancelled")
+        return bool(own)
+
+    def rollback(self, request_id: str, num_tokens: int, *, index: int = 0) -> None:
+        """Take back the last `num_tokens` new tokens of a choice; it goes on from there.
+
+        Tokens that were already handed out are drawn again, equal by the same seed.
+        Raises RequestError if there are not as many.
+        """
+        sequence = self._sequences.get((request_id, index))
+        if sequence is None or not 0 <= num_tokens <= sequence.num_new:
+            held = None if sequence is None else sequence.num_new
+            raise RequestError("num_tokens", num_tokens, f"0 to {held} of {request_id!r}")
+        if not num_tokens:
+            return
+        if sequence.is_running:
+            self.scheduler.preempt(sequence)
+        del sequence.tokens[len(sequence.tokens) - num_tokens :]
+        if sequence.params.constraint is not None:
+            sequence.constraint = sequence.params.constraint.copy()
+            for token in sequence.tokens[sequence.num_prompt :]:
+                sequence.constraint.advance(token)
+
+    def preempt(self, request_id: str, *, index: int = 0) -> bool:
+        """Take a running choice's memory and queue it again; False if it is not running."""
+        sequence = self._sequences.get((request_id, index))
+        if sequence is None or not sequence.is_running:
+            return False
+        self.scheduler.preempt(sequence)
+        return True
+
+    def step(self) -> list[RequestOutput]:
+        """Run one forward over whatever is due and return the increments since the last call."""
+        work = self.scheduler.schedule()
+        if work:
+            result = self.runner.run([piece for _, piece in work])
+            drawing: list[tuple[Sequence, torch.Tensor]] = []
+            for (sequence, piece), logits, error in zip(
+                work, result.logits, result.errors, strict=True
+            ):
+                if error is not None:
+                    self.scheduler.drop(sequence)
+                    self._end(sequence, "error", error=error)
+                    continue
+                self._computed(sequence, piece, logits, drawing)
+            self._draw(drawing)
+        ready, self._ready = self._ready, []
+        return ready
+
+    def _computed(self, sequence: Sequence, piece, logits, drawing) -> None:
+        is_read = piece.span.stop == len(sequence.tokens)
+        self.scheduler.computed(sequence, piece.span.stop)
+        if sequence.wants_prompt_results:
+            self._add_prompt_results(sequence, piece.span.start, logits)
+        if not is_read:
+            return
+        if not sequence.num_new:
+            self.scheduler.save_windows(sequence)
+            self.scheduler.waiting.extend(self._held.pop(sequence.request_id, ()))
+        if sequence.params.max_new_tokens == 0:
+            self._end(sequence, "length")
+        else:
+            drawing.append((sequence, logits[-1]))
+
+    def _add_prompt_results(self, sequence: Sequence, start: int, logits) -> None:
+        """Collect the log-probabilities of prompt tokens; hand them out when all are there."""
+        partial = self._partial_prompts.setdefault(sequence.name, [])
+        if not start:
+            partial[:] = [TokenResult(token=sequence.tokens[0])]
+        stop = min(start + logits.shape[0] + 1, sequence.num_prompt)
+        told = sequence.tokens[start + 1 : stop]
+        top = sequence.params.prompt_logprobs or 0
+        partial += token_logprobs(logits[: len(told)], told, top)
+        if len(partial) == sequence.num_prompt:
+            sequence.prompt_results = self._partial_prompts.pop(sequence.name)
+            self._emit(sequence, prompt_logprobs=tuple(sequence.prompt_results))
+
+    def _draw(self, drawing: list[tuple[Sequence, torch.Tensor]]) -> None:
+        """Draw the next token of every sequence that has logits."""
+        while drawing:
+            sequences = [sequence for sequence, _ in drawing]
+            try:
+                results = sample_batch(
+                    torch.stack([logits for _, logits in drawing]),
+                    [s.params for s in sequences],
+                    seeds=[s.seed for s in sequences],
+                    indexes=[s.num_new for s in sequences],
+                    masks=[
+                        None if s.constraint is None else s.constraint.mask() for s in sequences
+                    ],
+                )
+            except (LogitsError, RequestError) as error:
+                if not error.rows:
+                    raise
+                for row in sorted(error.rows, reverse=True):
+                    self._end(drawing.pop(row)[0], "error", error=str(error))
+                continue
+            for sequence, result in zip(sequences, results, strict=True):
+                self._take(sequence, result)
+            return
+
+    def _take(self, sequence: Sequence, result: TokenResult) -> None:
+        params = sequence.params
+        sequence.tokens.append(result.token)
+        if sequence.constraint is not None:
+            sequence.constraint.advance(result.token)
+        reason = None
+        is_text_done = sequence.constraint is not None and sequence.constraint.is_finished
+        if result.token in params.stop_ids or is_text_done:
+            reason = "stop"
+        elif sequence.num_new == params.max_new_tokens:
+            reason = "length"
+        if reason is None:
+            self._emit(sequence, new=(result,))
+        else:
+            self._end(sequence, reason, new=(result,))
+
+    def _emit(self, sequence: Sequence, **fields) -> None:
+        self._ready.append(
+            RequestOutput(
+                request_id=sequence.request_id,
+                index=sequence.index,
+                num_cached_tokens=sequence.num_cached_tokens,
+                **fields,
+            )
+        )
+
+    def _end(self, sequence: Sequence, reason: str, **fields) -> None:
+        self.scheduler.finish(sequence)
+        del self._sequences[sequence.name]
+        self._partial_prompts.pop(sequence.name, None)
+        held = self._held.get(sequence.request_id)
+        if held is not None:
+            if sequence in held:
+                held.remove(sequence)
+            elif not sequence.index:
+                # The first choice ended before it had read the prompt: the others read it.
+                self.scheduler.waiting.extend(self._held.pop(sequence.request_id))
+        self._emit(sequence, finish_reason=reason, **fields)
+
+    def generate(
+        self, prompts: Iterable[Tokens[int]], params: SamplingParams | Iterable[SamplingParams]
+    ) -> list[list[list[TokenResult]]]:
+        """Serve prompts to their ends; return [prompt][choice] lists of results.
+
+        Raises RuntimeError with the message of the first request that failed.
+        """
+        prompts = list(prompts)
+        if isinstance(params, SamplingParams):
+            params = [params] * len(prompts)
+        names = [self.add(p, own) for p, own in zip(prompts, params, strict=True)]
+        found = {name: [[] for _ in range(own.n)] for name, own in zip(names, params, strict=True)}
+        while self.has_work:
+            for output in self.step():
+                if output.error is not None:
+                    raise RuntimeError(f"{output.request_id}: {output.error}")
+                if output.request_id in found:
+                    found[output.request_id][output.index] += output.new
+        return [found[name] for name in names]
+
+
+def _check_model(model: Backbone, config: EngineConfig) -> None:
+    numerics = model.numerics
+    if numerics.mode != "dequant" or numerics.dtype is not torch.float32:
+        raise ConfigError(
+            f"numerics: got {numerics}, expected mode 'dequant' in float32: this engine computes "
+            "in fp32 over packed storage"
+        )
+    if not numerics.cache_rounding and config.storage == "fp4":
+        raise ConfigError(
+            "engine.storage: got 'fp4' for a model with cache_rounding off; use 'fp32' or turn "
+            "cache_rounding on"
+        )
+    if next(model.parameters()).device.type != "cpu":
+        raise ConfigError("device: expected a model on the CPU")
+    reason = encoder_only_unsupported(model.config.text_config)
+    if config.prefill != "full" and reason is not None:
+        raise ConfigError(f"engine.prefill: {config.prefill!r} is not possible, {reason}")
+
+
+def weights_digest(model: Backbone) -> str:
+    """Return the SHA-256 over names, shapes and values of every tensor of a model."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype};".encode())
+        digest.update(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()

@@ -1,0 +1,292 @@
+"""Who runs in the next step, on which rows, and where their memory comes from.
+
+Rules, in this order:
+- Admission is first come, first served, into a free slot, when the blocks of the prompt and one
+  token more are free or can be evicted. Nobody overtakes the head of the queue.
+- Every decoding sequence gets its one row; the rest of the token budget is split evenly among the
+  sequences that still read their prompt, so a long prompt cannot hold up a short one.
+- A sequence that finds no block takes memory from the youngest running one, which is preempted and
+  goes to the head of the queue. The oldest is never preempted and every request fits alone, so
+  somebody always finishes.
+- A preempted sequence starts again from its tokens; cached blocks and windows make that short.
+
+What a start can reuse is decided in `_plan_start`, the rule of prefix hits. A newcomer's mistake:
+counting cached blocks as free; only those that nobody else holds can be evicted.
+Source: spec/kv-cache.md sections 2.10 and 8, spec/backbone.md section 3.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import cast
+
+from torch import Tensor
+
+from finwhale.cache.block_allocator import BlockAllocator
+from finwhale.cache.paged_pools import PagedPools
+from finwhale.cache.prefix_index import PrefixIndex
+from finwhale.config.engine import EngineConfig
+from finwhale.engine.paged_pass import RowSpan
+from finwhale.engine.prefill import exact_decoder_rows, exact_encoder_rows
+from finwhale.engine.runner import Work
+from finwhale.engine.sequence import Sequence
+
+
+@dataclass(kw_only=True, slots=True)
+class SchedulerStats:
+    """Counters since the start."""
+
+    steps: int = 0
+    preemptions: int = 0
+    cached_tokens: int = 0
+    replayed_tokens: int = 0
+    restored_windows: int = 0
+
+
+class Scheduler:
+    """Owns the queue, the running sequences, the blocks and the slots."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        pools: PagedPools,
+        allocator: BlockAllocator,
+        index: PrefixIndex,
+    ):
+        self.config, self.pools, self.allocator, self.index = config, pools, allocator, index
+        text = pools.layout.config
+        self.window = text.sliding_window
+        self.decoder_tail = exact_decoder_rows(text)
+        self.encoder_tail = exact_encoder_rows(text)
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.free_slots = list(range(config.max_sequences))[::-1]
+        self.stats = SchedulerStats()
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.config.block_size)
+
+    def schedule(self) -> list[tuple[Sequence, Work]]:
+        """Return the work of the next step, oldest sequence first; empty if nobody can run."""
+        self._admit()
+        self.stats.steps += 1
+        self.running.sort(key=lambda sequence: sequence.arrival)
+        rows = self._shares()
+        chosen: list[tuple[Sequence, int]] = []
+        for sequence in list(self.running):
+            count = rows.get(sequence.name, 0)
+            if count and sequence.is_running and self._reserve(sequence, count):
+                chosen.append((sequence, count))
+        return [(sequence, self._work(sequence, count)) for sequence, count in chosen]
+
+    def _shares(self) -> dict[tuple[str, int], int]:
+        """Return how many rows each running sequence gets."""
+        rows = {s.name: 1 for s in self.running if s.num_left == 1}
+        reading = [s for s in self.running if s.num_left > 1]
+        budget = self.config.max_batch_tokens - len(rows)
+        if reading:
+            # Another sequence is first in every step, so the remainder goes round.
+            turn = self.stats.steps % len(reading)
+            order = sorted(reading[turn:] + reading[:turn], key=lambda s: s.num_left)
+            for n, sequence in enumerate(order):
+                share = -(-budget // (len(order) - n))
+                rows[sequence.name] = min(sequence.num_left, share)
+                budget -= rows[sequence.name]
+        return rows
+
+    def _admit(self) -> None:
+        while self.waiting and self.free_slots:
+            sequence = self.waiting[0]
+            match = None
+            if self._may_hit(sequence):
+                match = self.index.match(sequence.tokens, salt=sequence.salt)
+            held = [] if match is None else match.blocks
+            needed = self.num_blocks_for(len(sequence.tokens) + 1) - len(held)
+            if needed > self._num_available():
+                for block in held:
+                    self._release_block(block)
+                return
+            self.waiting.popleft()
+            self._start(sequence, match)
+            self.running.append(sequence)
+
+    def _may_hit(self, sequence: Sequence) -> bool:
+        # Rows of a hit have no logits; "full" has no row that it would not run.
+        return self.config.prefill != "full" and not sequence.wants_prompt_results
+
+    def _num_available(self) -> int:
+        return self.allocator.num_free + self.index.num_evictable
+
+    def _start(self, sequence: Sequence, match) -> None:
+        """Give a sequence its slot, the blocks of its hit and the place where it begins."""
+        sequence.slot = self.free_slots.pop()
+        sequence.blocks = [] if match is None else list(match.blocks)
+        sequence.keys = [] if match is None else list(match.keys)
+        sequence.may_cache = self.config.prefix_cache
+        sequence.root_key = self.index.root_key(sequence.salt)
+        sequence.stored = 0 if match is None else match.num_tokens
+        saved = None
+        if match is not None and self.config.prefill == "exact":
+            saved = self.index.longest_attachment(match)
+        saved_tokens = 0 if saved is None else saved[0] * self.config.block_size
+        if self._plan_start(sequence, saved_tokens) and saved is not None:
+            windows = cast("Tensor", saved[1])
+            self.pools.restore_windows(sequence.slot, sequence.num_computed, windows)
+            self.stats.restored_windows += 1
+        if not sequence.num_new:
+            sequence.num_cached_tokens = min(sequence.stored, sequence.num_computed)
+        self.stats.cached_tokens += sequence.stored
+        self.stats.replayed_tokens += max(0, sequence.stored - sequence.num_computed)
+
+    def _plan_start(self, sequence: Sequence, saved: int) -> bool:
+        """Return whether to restore saved windows, having decided where a sequence begins.
+
+        saved  length of the longest prefix of the hit whose windows are at hand; 0: none
+
+        exact    The decoder needs its last rows up to the last block end (so that windows there
+                 can be saved), the encoder the receptive field before the first row whose output
+                 counts: the first without global KV or the first that the decoder reads. Saved
+                 windows replace that replay where they begin later.
+        bounded  The last window's rows of the hit run again, and the decoder on the last window
+                 of the prompt: A01.
+        full     From the start, all layers.
+        """
+        length, stored, multiple = (
+            len(sequence.tokens),
+            sequence.stored,
+            self.pools.layout.ratio_multiple,
+        )
+        sequence.exact_from = 0
+        if self.config.prefill == "full" or sequence.wants_prompt_results:
+            start = decoder = 0
+        elif self.config.prefill == "bounded":
+            start, decoder = max(0, stored - self.window), max(0, length - self.window)
+        else:
+            whole = length - length % self.config.block_size
+            decoder = max(0, whole - self.decoder_tail)
+            start = max(0, min(stored, decoder) - self.encoder_tail)
+        start -= start % multiple
+        floor = start
+        decoder_floor = decoder = max(decoder, start)
+        is_restored = saved > 0 and saved >= start
+        if is_restored:
+            start, floor = saved, max(0, saved - self.window + 1)
+            if decoder <= saved:
+                decoder, decoder_floor = saved, floor
+        if self.config.prefill == "exact":
+            if floor and not is_restored:
+                sequence.exact_from = start + self.encoder_tail
+            if decoder_floor and not (is_restored and decoder == saved):
+                sequence.exact_from = max(sequence.exact_from, decoder + self.decoder_tail)
+        sequence.num_computed, sequence.encoder_floor = start, floor
+        sequence.decoder_start, sequence.decoder_floor = decoder, decoder_floor
+        return is_restored
+
+    def _reserve(self, sequence: Sequence, count: int) -> bool:
+        """Make sure of the blocks for `count` more rows; False if the sequence was preempted."""
+        needed = self.num_blocks_for(max(sequence.num_computed + count, sequence.stored))
+        while len(sequence.blocks) < needed:
+            if not self.allocator.num_free and not self.index.evict(1):
+                youngest = max(self.running, key=lambda other: other.arrival)
+                self.preempt(youngest)
+                if youngest is sequence:
+                    return False
+                continue
+            sequence.blocks.append(self.allocator.allocate())
+        return True
+
+    def _work(self, sequence: Sequence, count: int) -> Work:
+        stop = sequence.num_computed + count
+        span = RowSpan(
+            ids=sequence.tokens,
+            slot=sequence.slot,
+            blocks=sequence.blocks,
+            start=sequence.num_computed,
+            stop=stop,
+            stored=sequence.stored,
+            window_floor=sequence.encoder_floor,
+        )
+        first_logits = len(sequence.tokens) - 1
+        if sequence.wants_prompt_results:
+            first_logits = 0
+        return Work(
+            span=span,
+            decoder_start=sequence.decoder_start,
+            decoder_floor=sequence.decoder_floor,
+            first_logits=first_logits,
+        )
+
+    def computed(self, sequence: Sequence, stop: int) -> None:
+        """Count rows up to `stop`, and cache the blocks that they filled."""
+        sequence.num_computed = stop
+        size = self.config.block_size
+        while sequence.may_cache and (len(sequence.keys) + 1) * size <= stop:
+            n = len(sequence.keys)
+            parent = sequence.keys[-1] if n else sequence.root_key
+            part = sequence.tokens[n * size : (n + 1) * size]
+            inserted = self.index.insert(parent, part, sequence.blocks[n])
+            if inserted is None:
+                sequence.may_cache = False
+                return
+            sequence.keys.append(inserted.key)
+            if inserted.block != sequence.blocks[n]:
+                # Somebody made the same block first: one copy is enough.
+                self.allocator.retain(inserted.block)
+                self._release_block(sequence.blocks[n])
+                sequence.blocks[n] = inserted.block
+
+    def save_windows(self, sequence: Sequence) -> None:
+        """Keep the windows at the last block end with that block, if they are exact and wanted."""
+        size = self.config.block_size
+        end = sequence.num_computed - sequence.num_computed % size
+        if (
+            self.config.prefill != "exact"
+            or not self.config.snapshot_bytes
+            or not end
+            or end > len(sequence.keys) * size
+            or end < sequence.exact_from
+        ):
+            return
+        key = sequence.keys[end // size - 1]
+        if self.index.attachment(key) is None:
+            start = max(0, end - self.window + 1)
+            saved = self.pools.save_windows(sequence.slot, start, end)
+            self.index.attach(key, saved, saved.numel())
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Take a running sequence's memory; it goes to the head of the queue."""
+        self.save_windows(sequence)
+        self._leave(sequence)
+        sequence.num_preemptions += 1
+        self.stats.preemptions += 1
+        # The queue stays in order of arrival, whoever is preempted first.
+        at = sum(other.arrival < sequence.arrival for other in self.waiting)
+        self.waiting.insert(at, sequence)
+
+    def finish(self, sequence: Sequence) -> None:
+        """Give back all that a sequence holds, running or waiting."""
+        if sequence.is_running:
+            self.save_windows(sequence)
+            self._leave(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+
+    def drop(self, sequence: Sequence) -> None:
+        """As `finish`, without keeping windows: its rows may be wrong."""
+        sequence.exact_from = 1 << 62
+        self.finish(sequence)
+
+    def _leave(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        for block in reversed(sequence.blocks):
+            self._release_block(block)
+        self.pools.forget_slot(sequence.slot)
+        self.free_slots.append(sequence.slot)
+        sequence.slot, sequence.blocks, sequence.keys = -1, [], []
+        sequence.num_computed = sequence.stored = 0
+
+    def _release_block(self, block: int) -> None:
+        self.allocator.release(block)
+        if not self.allocator.num_holders(block):
+            self.pools.forget_block(block)

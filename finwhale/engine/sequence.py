@@ -1,0 +1,81 @@
+"""One choice of a request on its way through the engine: its tokens, and where its memory is.
+
+| field           | meaning                                                                  |
+|-----------------|--------------------------------------------------------------------------|
+| `num_computed`  | tokens whose encoder rows ran in this residence; the next pass starts here |
+| `stored`        | tokens whose global KV exists; a pass writes nothing below               |
+| `encoder_floor` | first position whose encoder window row exists                           |
+| `decoder_start` | first position that the decoder runs on                                  |
+| `decoder_floor` | first position whose decoder window row exists                           |
+| `exact_from`    | from this length on all windows are exact, so they may be shared         |
+
+A residence is the time between admission and preemption or the end; after a preemption the sequence
+starts again from its tokens. A newcomer's mistake: the last token of a decoding sequence has been
+drawn but not computed, so `num_computed` is one behind.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from finwhale.engine.request import Constraint, SamplingParams, TokenResult
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Sequence:
+    """See the table above. `blocks` and `keys` are the block table and the keys of cached blocks.
+
+    tokens      prompt and new tokens
+    slot        of its rings and open groups; -1 while it waits
+    arrival     order of admission to the queue; older goes first
+    seed        of this choice; a draw depends on it and the token's number alone
+    """
+
+    request_id: str
+    index: int
+    params: SamplingParams
+    tokens: list[int]
+    num_prompt: int
+    arrival: int
+    seed: int
+    salt: str = ""
+    constraint: Constraint | None = None
+    slot: int = -1
+    blocks: list[int] = field(default_factory=list)
+    keys: list[bytes] = field(default_factory=list)
+    may_cache: bool = True
+    root_key: bytes = b""
+    num_computed: int = 0
+    stored: int = 0
+    encoder_floor: int = 0
+    decoder_start: int = 0
+    decoder_floor: int = 0
+    exact_from: int = 0
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    prompt_results: list[TokenResult] | None = None
+
+    @property
+    def name(self) -> tuple[str, int]:
+        return self.request_id, self.index
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has a slot, and so memory."""
+        return self.slot >= 0
+
+    @property
+    def num_new(self) -> int:
+        """Tokens drawn so far."""
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that wait for their pass."""
+        return len(self.tokens) - self.num_computed
+
+    @property
+    def wants_prompt_results(self) -> bool:
+        """Log-probabilities of the prompt were asked for and are not all there."""
+        asked = self.params.prompt_logprobs is not None and self.index == 0
+        return asked and self.prompt_results is None
