@@ -130,18 +130,12 @@ class PagedPools:
         return slice(block * size, (block + 1) * size)
 
     def forget_block(self, block: int) -> None:
-        """Poison a block that nobody holds any more, if this pool poisons."""
+        """Poison a block, if this pool poisons: what its next owner has not written reads as NaN."""
         if self.poison:
             for spec in self.layout.owners:
                 rows = self.block_rows(spec, block)
                 self.main[spec.layer_id][rows] = _POISON
                 self.index_k[spec.layer_id][rows] = _POISON
-
-    def copy_block(self, source: int, target: int) -> None:
-        """Copy all streams of a block."""
-        for spec in self.layout.owners:
-            for pool in (self.main[spec.layer_id], self.index_k[spec.layer_id]):
-                pool[self.block_rows(spec, target)] = pool[self.block_rows(spec, source)]
 
     def forget_slot(self, slot: int) -> None:
         """Poison the rings and open groups of a slot that was given back, if this pool poisons."""
@@ -150,13 +144,6 @@ class PagedPools:
                 pool[self._ring(slot)] = _POISON
             for owner, pool in self.open.items():
                 pool[self._open_rows(owner, slot)] = torch.nan
-
-    def copy_slot(self, source: int, target: int) -> None:
-        """Copy the rings and open groups of a slot."""
-        for pool in self.window.values():
-            pool[self._ring(target)] = pool[self._ring(source)]
-        for owner, pool in self.open.items():
-            pool[self._open_rows(owner, target)] = pool[self._open_rows(owner, source)]
 
     def save_windows(self, slot: int, start: int, stop: int) -> Tensor:
         """Return the packed window rows of positions [start, stop), all layers: [L, n, bytes]."""

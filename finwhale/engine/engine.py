@@ -267,7 +267,8 @@ class Engine:
             return
         if not sequence.num_new:
             self.scheduler.save_windows(sequence)
-            self.scheduler.waiting.extend(self._held.pop(sequence.request_id, ()))
+            for choice in self._held.pop(sequence.request_id, ()):
+                self.scheduler.queue(choice)
         if sequence.params.max_new_tokens == 0:
             self._end(sequence, "length")
         else:
@@ -346,7 +347,8 @@ class Engine:
                 held.remove(sequence)
             elif not sequence.index:
                 # The first choice ended before it had read the prompt: the others read it.
-                self.scheduler.waiting.extend(self._held.pop(sequence.request_id))
+                for choice in self._held.pop(sequence.request_id):
+                    self.scheduler.queue(choice)
         self._emit(sequence, finish_reason=reason, **fields)
 
     def generate(
@@ -354,7 +356,9 @@ class Engine:
     ) -> list[list[list[TokenResult]]]:
         """Serve prompts to their ends; return [prompt][choice] lists of results.
 
-        Raises RuntimeError with the message of the first request that failed.
+        Raises RuntimeError with the message of the first request that failed; the others of this
+        call are cancelled. Outputs of requests that were added before are not handed out twice:
+        they are lost to `step`, so use one way or the other.
         """
         prompts = list(prompts)
         if isinstance(params, SamplingParams):
@@ -363,10 +367,13 @@ class Engine:
         found = {name: [[] for _ in range(own.n)] for name, own in zip(names, params, strict=True)}
         while self.has_work:
             for output in self.step():
+                if output.request_id not in found:
+                    continue
                 if output.error is not None:
+                    for name in names:
+                        self.cancel(name)
                     raise RuntimeError(f"{output.request_id}: {output.error}")
-                if output.request_id in found:
-                    found[output.request_id][output.index] += output.new
+                found[output.request_id][output.index] += output.new
         return [found[name] for name in names]
 
 

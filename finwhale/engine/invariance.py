@@ -27,6 +27,7 @@ from finwhale.cache.paged_reads import (
 from finwhale.ops import FAST, Ops
 from finwhale.ops.engram import engram_gate
 from finwhale.ops.hyper_connection import hyper_mix, sinkhorn_planes
+from finwhale.ops.index import select_pool_blocks
 from finwhale.ops.linear import grouped_linear, linear
 from finwhale.ops.moe import route_experts
 
@@ -168,6 +169,9 @@ def engine_ops(kernels: str, *, batch_invariant: bool) -> tuple[Ops, Reads]:
         clamped_swiglu=fused.clamped_swiglu,
         engram_gate=fused.engram_gate,
         round_index=codecs.round_index,
+        route_experts=products.route_experts,
+        select_topk=paged.select_topk,
+        select_pool_blocks=partial(select_pool_blocks, select=paged.select_topk),
     )
     return ops, Reads(
         attention=paged.paged_attention,

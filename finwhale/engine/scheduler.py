@@ -86,7 +86,7 @@ class Scheduler:
         reading = [s for s in self.running if s.num_left > 1]
         budget = self.config.max_batch_tokens - len(rows)
         if reading:
-            # Another sequence is first in every step, so the remainder goes round.
+            # Who needs least comes first; among equals the remainder goes round.
             turn = self.stats.steps % len(reading)
             order = sorted(reading[turn:] + reading[:turn], key=lambda s: s.num_left)
             for n, sequence in enumerate(order):
@@ -116,7 +116,12 @@ class Scheduler:
         return self.config.prefill != "full" and not sequence.wants_prompt_results
 
     def _num_available(self) -> int:
-        return self.allocator.num_free + self.index.num_evictable
+        # Blocks come row by row, so what those that run were let in for is not to be given twice.
+        promised = sum(
+            max(0, self.num_blocks_for(len(other.tokens) + 1) - len(other.blocks))
+            for other in self.running
+        )
+        return self.allocator.num_free + self.index.num_evictable - promised
 
     def _start(self, sequence: Sequence, match) -> None:
         """Give a sequence its slot, the blocks of its hit and the place where it begins."""
@@ -163,7 +168,9 @@ class Scheduler:
         elif self.config.prefill == "bounded":
             start, decoder = max(0, stored - self.window), max(0, length - self.window)
         else:
-            whole = length - length % self.config.block_size
+            # Of a prompt of whole blocks a later request can match all blocks but the last.
+            size = self.config.block_size
+            whole = (length - 1) // size * size
             decoder = max(0, whole - self.decoder_tail)
             start = max(0, min(stored, decoder) - self.encoder_tail)
         start -= start % multiple
@@ -194,6 +201,8 @@ class Scheduler:
                     return False
                 continue
             sequence.blocks.append(self.allocator.allocate())
+            # Here and not where blocks are freed: an eviction frees blocks, too.
+            self.pools.forget_block(sequence.blocks[-1])
         return True
 
     def _work(self, sequence: Sequence, count: int) -> Work:
@@ -237,22 +246,22 @@ class Scheduler:
                 sequence.blocks[n] = inserted.block
 
     def save_windows(self, sequence: Sequence) -> None:
-        """Keep the windows at the last block end with that block, if they are exact and wanted."""
-        size = self.config.block_size
-        end = sequence.num_computed - sequence.num_computed % size
-        if (
-            self.config.prefill != "exact"
-            or not self.config.snapshot_bytes
-            or not end
-            or end > len(sequence.keys) * size
-            or end < sequence.exact_from
-        ):
+        """Keep the windows at the last block end with that block, if they are exact and wanted.
+
+        Where the tokens end with a block, those one block earlier as well: the ring still has them,
+        and the same tokens sent again match up to there.
+        """
+        if self.config.prefill != "exact" or not self.config.snapshot_bytes:
             return
-        key = sequence.keys[end // size - 1]
-        if self.index.attachment(key) is None:
-            start = max(0, end - self.window + 1)
-            saved = self.pools.save_windows(sequence.slot, start, end)
-            self.index.attach(key, saved, saved.numel())
+        size, length = self.config.block_size, sequence.num_computed
+        for end in {length // size * size, (length - 1) // size * size}:
+            if not sequence.exact_from <= end <= len(sequence.keys) * size or end < size:
+                continue
+            key = sequence.keys[end // size - 1]
+            if self.index.attachment(key) is None:
+                start = max(0, end - self.window + 1)
+                saved = self.pools.save_windows(sequence.slot, start, end)
+                self.index.attach(key, saved, saved.numel())
 
     def preempt(self, sequence: Sequence) -> None:
         """Take a running sequence's memory; it goes to the head of the queue."""
@@ -260,7 +269,10 @@ class Scheduler:
         self._leave(sequence)
         sequence.num_preemptions += 1
         self.stats.preemptions += 1
-        # The queue stays in order of arrival, whoever is preempted first.
+        self.queue(sequence)
+
+    def queue(self, sequence: Sequence) -> None:
+        """Let a sequence wait in order of arrival, whoever is preempted or ready first."""
         at = sum(other.arrival < sequence.arrival for other in self.waiting)
         self.waiting.insert(at, sequence)
 
@@ -288,5 +300,3 @@ class Scheduler:
 
     def _release_block(self, block: int) -> None:
         self.allocator.release(block)
-        if not self.allocator.num_holders(block):
-            self.pools.forget_block(block)

@@ -48,7 +48,22 @@ def _array(name: str, x: Tensor, *shape: int) -> np.ndarray:
                 "torch.inference_mode, or the references in finwhale.ops"
             )
         x = x.detach()
-    return np.ascontiguousarray(x.numpy()).reshape(shape)
+    array = np.ascontiguousarray(x.numpy())
+    return array if array.shape == shape else array.reshape(shape)
+
+
+def _constant(name: str, x: Tensor, *shape: int) -> np.ndarray:
+    """Return `_array` of a weight, made once per tensor: at one row the conversions count."""
+    kept = getattr(x, "_finwhale_array", None)
+    if kept is None or kept[0] != x.data_ptr() or kept[1].shape != shape:
+        kept = x.data_ptr(), _array(name, x, *shape)
+        x._finwhale_array = kept  # type: ignore[attr-defined]
+    return kept[1]
+
+
+def _empty(*shape: int) -> np.ndarray:
+    """Return fp32 memory for a result; numpy is the quicker of the two at small sizes."""
+    return np.empty(shape, np.float32)
 
 
 @_compiled_in_order
@@ -99,14 +114,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return w * x * rsqrt(mean(x^2) + eps); as `finwhale.ops.norm.rms_norm`. x [..., D]."""
     *lead, dim = x.shape
     tokens = math.prod(lead)
-    out = torch.empty(x.shape)
+    out = _empty(*x.shape)
     _norm_rows(
         _array("x", x, tokens, dim),
-        _array("weight", weight, dim),
+        _constant("weight", weight, dim),
         np.float32(eps),
-        out.numpy().reshape(tokens, dim),
+        out.reshape(tokens, dim),
     )
-    return out
+    return torch.from_numpy(out)
 
 
 @_compiled
@@ -183,21 +198,20 @@ def hyper_mix(
     *lead, num, width = streams.shape
     tokens = math.prod(lead)
     u = streams.reshape(tokens, num * width)
-    pre, post = torch.empty(*lead, num), torch.empty(*lead, num)
-    comb = torch.empty(*lead, num, num)
+    pre, post, comb = _empty(*lead, num), _empty(*lead, num), _empty(*lead, num, num)
     _mix_rows(
         _array("streams", u, tokens, num * width),
         _array("linear", linear(u, fn), tokens, (2 + num) * num),
-        _array("base", base, (2 + num) * num),
-        _array("scale", scale, 3),
+        _constant("base", base, (2 + num) * num),
+        _constant("scale", scale, 3),
         iterations,
         np.float32(norm_eps),
         np.float32(eps),
-        pre.numpy().reshape(tokens, num),
-        post.numpy().reshape(tokens, num),
-        comb.numpy().reshape(tokens, num, num),
+        pre.reshape(tokens, num),
+        post.reshape(tokens, num),
+        comb.reshape(tokens, num, num),
     )
-    return HyperMix(pre, post, comb)
+    return HyperMix(*(torch.from_numpy(array) for array in (pre, post, comb)))
 
 
 @_compiled
@@ -217,13 +231,13 @@ def hyper_collapse(streams: Tensor, pre: Tensor) -> Tensor:
     """Return sum_i pre_i X_i [..., C]; as `finwhale.ops.hyper_connection.hyper_collapse`."""
     *lead, num, width = streams.shape
     tokens = math.prod(lead)
-    out = torch.empty(*lead, width)
+    out = _empty(*lead, width)
     _collapse_rows(
         _array("streams", streams, tokens, num, width),
         _array("pre", pre if pre.numel() == tokens * num else pre.expand(*lead, num), tokens, num),
-        out.numpy().reshape(tokens, width),
+        out.reshape(tokens, width),
     )
-    return out
+    return torch.from_numpy(out)
 
 
 @_compiled
@@ -245,21 +259,21 @@ def hyper_expand(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tens
     """Return X'_j = post_j y + sum_i comb[i][j] X_i, as the reference in hyper_connection."""
     *lead, num, width = streams.shape
     tokens = math.prod(lead)
-    out = torch.empty(streams.shape)
+    out = _empty(*streams.shape)
     _expand_rows(
         _array("y", y, tokens, width),
         _array("streams", streams, tokens, num, width),
         _array("post", post, tokens, num),
         _array("comb", comb, tokens, num, num),
-        out.numpy().reshape(tokens, num, width),
+        out.reshape(tokens, num, width),
     )
-    return out
+    return torch.from_numpy(out)
 
 
 @_compiled
-def _rotate_rows(x, cos, sin, sign, out):
+def _rotate_rows(x, rotation, sign, out):
     tokens, heads, dim = x.shape
-    pairs = cos.shape[1]
+    pairs = rotation.shape[2]
     plain = dim - 2 * pairs
     for t in range(tokens):
         for h in range(heads):
@@ -268,7 +282,7 @@ def _rotate_rows(x, cos, sin, sign, out):
                 to[d] = row[d]
             for i in range(pairs):
                 even, odd = row[plain + 2 * i], row[plain + 2 * i + 1]
-                c, s = cos[t, i], sign * sin[t, i]
+                c, s = rotation[0, t, i], sign * rotation[1, t, i]
                 to[plain + 2 * i] = even * c - odd * s
                 to[plain + 2 * i + 1] = even * s + odd * c
 
@@ -283,16 +297,16 @@ def apply_rope(x: Tensor, rotation: Tensor, inverse: bool = False) -> Tensor:
     *lead, dim = x.shape
     heads = lead.pop() if has_heads else 1
     tokens, pairs = math.prod(lead), rotation.shape[-1]
-    cos, sin = rotation.expand(2, *lead, pairs)
-    out = torch.empty(x.shape)
+    if rotation.numel() != 2 * tokens * pairs:
+        rotation = rotation.expand(2, *lead, pairs)
+    out = _empty(*x.shape)
     _rotate_rows(
         _array("x", x, tokens, heads, dim),
-        _array("rotation", cos, tokens, pairs),
-        _array("rotation", sin, tokens, pairs),
+        _array("rotation", rotation, 2, tokens, pairs),
         np.float32(-1.0 if inverse else 1.0),
-        out.numpy().reshape(tokens, heads, dim),
+        out.reshape(tokens, heads, dim),
     )
-    return out
+    return torch.from_numpy(out)
 
 
 @_compiled
@@ -315,7 +329,7 @@ def clamped_swiglu(gate: Tensor, up: Tensor, weight: Tensor | None, limit: float
     """
     *lead, width = gate.shape
     tokens = math.prod(lead)
-    out = torch.empty(gate.shape)
+    out = _empty(*lead, width)
     _swiglu_rows(
         _array("gate", gate, tokens, width),
         _array("up", up, tokens, width),
@@ -323,9 +337,9 @@ def clamped_swiglu(gate: Tensor, up: Tensor, weight: Tensor | None, limit: float
         if weight is None
         else _array("weight", weight.expand(*lead, 1), tokens),
         np.float32(limit),
-        out.numpy().reshape(tokens, width),
+        out.reshape(tokens, width),
     )
-    return out
+    return torch.from_numpy(out)
 
 
 @_compiled
@@ -362,14 +376,14 @@ def engram_gate(
     """
     *lead, num, width = streams.shape
     tokens = math.prod(lead)
-    out = torch.empty(streams.shape)
+    out = _empty(*streams.shape)
     _gate_rows(
         _array("streams", streams, tokens, num, width),
         _array("keys", keys, tokens, num, width),
         _array("value", value, tokens, width),
-        _array("q_weight", q_weight, num, width),
-        _array("k_weight", k_weight, num, width),
+        _constant("q_weight", q_weight, num, width),
+        _constant("k_weight", k_weight, num, width),
         np.float32(eps),
-        out.numpy().reshape(tokens, num, width),
+        out.reshape(tokens, num, width),
     )
-    return out
+    return torch.from_numpy(out)

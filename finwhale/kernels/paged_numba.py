@@ -374,3 +374,40 @@ def paged_index_scores(
         out.numpy(),
     )
     return out
+
+
+@_compiled
+def _select(scores, k, chosen):
+    rows, num = scores.shape
+    values = np.empty(num, np.float32)
+    for t in range(rows):
+        count = 0
+        for e in range(num):
+            # A NaN counts as minus infinity, which is never chosen.
+            values[e] = scores[t, e] if scores[t, e] == scores[t, e] else -np.inf
+            count += values[e] > -np.inf
+        slot, room, threshold = 0, k, np.float32(-np.inf)
+        if count > k:
+            threshold = np.partition(values, num - k)[num - k]
+            for e in range(num):
+                room -= values[e] > threshold
+        for e in range(num):
+            is_level = count <= k or values[e] == threshold
+            if values[e] > -np.inf and (values[e] > threshold or (is_level and room > 0)):
+                if values[e] == threshold:
+                    room -= 1
+                chosen[t, slot] = e
+                slot += 1
+        for s in range(slot, k):
+            chosen[t, s] = -1
+
+
+def select_topk(scores: Tensor, k: int) -> Tensor:
+    """Return [..., min(k, M)] int64; same contract as `finwhale.ops.index.select_topk`."""
+    *lead, num = scores.shape
+    k = min(k, num)
+    chosen = np.empty((*lead, k), np.int64)
+    if chosen.size:
+        flat = _array("scores", scores, torch.float32).reshape(-1, num)
+        _select(flat, k, chosen.reshape(-1, k))
+    return torch.from_numpy(chosen)

@@ -17,7 +17,7 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from finwhale.kernels.fused_numba import _array, _sigmoid
+from finwhale.kernels.fused_numba import _array, _constant, _empty, _sigmoid, exponential
 
 # Sums may be regrouped into vector lanes, once, at compile time: the same for all eight of a tile.
 _compiled = njit(cache=True, nogil=True, error_model="numpy", fastmath={"reassoc", "contract"})
@@ -66,14 +66,14 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     """Return x W^T; same contract as `finwhale.ops.linear.linear` in fp32. x [..., K]."""
     *lead, width = x.shape
     tokens, outputs = math.prod(lead), weight.shape[0]
-    out = torch.empty(*lead, outputs)
+    out = _empty(*lead, outputs)
     if tokens:
         _multiply(
             _array("x", x, tokens, width),
-            _array("weight", weight, outputs, width),
-            out.numpy().reshape(tokens, outputs),
+            _constant("weight", weight, outputs, width),
+            out.reshape(tokens, outputs),
         )
-    return out
+    return torch.from_numpy(out)
 
 
 @_compiled
@@ -86,14 +86,55 @@ def grouped_linear(x: Tensor, weight: Tensor) -> Tensor:
     """Return `finwhale.ops.linear.grouped_linear` in fp32. x [..., G, K], weight [G * O, K]."""
     *lead, groups, width = x.shape
     tokens, outputs = math.prod(lead), weight.shape[0] // groups
-    out = torch.empty(*lead, groups * outputs)
+    out = _empty(*lead, groups * outputs)
     if tokens:
         _multiply_groups(
             _array("x", x, tokens, groups, width),
-            _array("weight", weight, groups, outputs, width),
-            out.numpy().reshape(tokens, groups, outputs),
+            _constant("weight", weight, groups, outputs, width),
+            out.reshape(tokens, groups, outputs),
         )
-    return out
+    return torch.from_numpy(out)
+
+
+@_compiled
+def _route(logits, bias, scaling, ids, weights):
+    """Choose the best experts of every row, ties to the lowest id, best first."""
+    experts, choices = logits.shape[1], ids.shape[1]
+    scores = np.empty(experts, np.float32)
+    is_taken = np.empty(experts, np.bool_)
+    for t in range(logits.shape[0]):
+        own = bias[t if bias.shape[0] > 1 else 0]
+        for e in range(experts):
+            x = logits[t, e]
+            # softplus, as the reference: beyond 20 it is x itself.
+            scores[e] = np.sqrt(x if x > 20 else np.log1p(exponential(x)))
+            is_taken[e] = False
+        total = np.float32(0.0)
+        for c in range(choices):
+            best = -1
+            for e in range(experts):
+                if not is_taken[e] and (best < 0 or scores[e] + own[e] > scores[best] + own[best]):
+                    best = e
+            is_taken[best] = True
+            ids[t, c] = best
+            weights[t, c] = scores[best]
+            total += scores[best]
+        for c in range(choices):
+            weights[t, c] = weights[t, c] / (total + np.float32(1e-20)) * scaling
+
+
+def route_experts(logits: Tensor, bias: Tensor, k: int, scaling: float) -> tuple[Tensor, Tensor]:
+    """Return experts [N, k] int64 and weights [N, k]; as `finwhale.ops.moe.route_experts`."""
+    rows, experts = logits.shape
+    ids, weights = np.empty((rows, k), np.int64), _empty(rows, k)
+    _route(
+        _array("logits", logits, rows, experts),
+        _array("bias", bias, bias.numel() // experts, experts),
+        np.float32(scaling),
+        ids,
+        weights,
+    )
+    return torch.from_numpy(ids), torch.from_numpy(weights)
 
 
 @_compiled

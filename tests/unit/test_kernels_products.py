@@ -14,8 +14,10 @@ from finwhale.engine.invariance import (
 )
 from finwhale.kernels import codecs_numba as codecs
 from finwhale.kernels import products_numba as products
+from finwhale.kernels.paged_numba import select_topk
 from finwhale.ops import linear as plain
-from finwhale.ops.moe import clamped_swiglu
+from finwhale.ops.index import select_topk_ref
+from finwhale.ops.moe import clamped_swiglu, route_experts
 from finwhale.ops.rounding import round_index
 
 SHAPES = [(37, 53), (64, 24), (256, 4), (128, 129), (1, 1), (33, 5)]
@@ -136,3 +138,29 @@ def test_missing_kernels_are_refused_by_name(monkeypatch):
     with pytest.raises(ValueError, match=r"engine\.kernels: numba is not here"):
         engine_ops("numba", batch_invariant=True)
     assert engine_ops("auto", batch_invariant=True)[1].name == "torch"
+
+
+@pytest.mark.parametrize("k", [0, 1, 3, 8, 9, 40])
+def test_compiled_selection_is_the_reference_with_its_ties(k):
+    scores = torch.randint(-3, 4, (23, 9)).float()
+    scores[0], scores[1, ::2], scores[2, 3] = -torch.inf, -torch.inf, torch.nan
+    scores[3] = 0.0
+    assert torch.equal(select_topk(scores, k), select_topk_ref(scores, k))
+    assert torch.equal(select_topk(scores[None, :, :0], k), select_topk_ref(scores[None, :, :0], k))
+
+
+@pytest.mark.parametrize("has_rows", [False, True])
+def test_compiled_router_is_the_reference(has_rows):
+    logits = drawn(17, 12) * 8
+    logits[0], logits[1] = 0.0, 25.0
+    bias = drawn(17, 12, seed=1) if has_rows else drawn(12, seed=1)
+    ids, weights = products.route_experts(logits, bias, 4, 1.5)
+    want_ids, want = route_experts(logits, bias, 4, 1.5)
+    assert torch.equal(ids, want_ids)
+    torch.testing.assert_close(weights, want, rtol=1e-5, atol=1e-7)
+    level = products.route_experts(torch.zeros(1, 6), torch.zeros(6), 3, 1.0)
+    assert level[0].tolist() == [[0, 1, 2]]
+    for t in range(17):
+        own = bias[t : t + 1] if has_rows else bias
+        alone = products.route_experts(logits[t : t + 1], own, 4, 1.5)
+        assert torch.equal(alone[1][0], weights[t])
