@@ -28,7 +28,7 @@ def main() -> None:
     options.max_batch, options.tokens = 1, max(4096, len(ids) + steps)
     model = make_normal_llm_model(options)
     buffer, stamps = (ctypes.c_float * vocab)(), []
-    start = time.perf_counter()
+    start, cpu_start = time.perf_counter(), time.process_time()
     handle = llm.fastllm_lib.launch_response_llm_model(
         model.model,
         len(ids),
@@ -45,13 +45,15 @@ def main() -> None:
         None,
     )
     while llm.fastllm_lib.fetch_response_logits_llm_model(model.model, handle, buffer) >= 0:
-        stamps.append(time.perf_counter() - start)
+        stamps.append((time.perf_counter() - start, time.process_time() - cpu_start))
     print(
         "\n"
         + json.dumps(
             {
-                "prefill_s": stamps[0],
-                "decode_s": stamps[-1] - stamps[0],
+                "prefill_s": stamps[0][0],
+                "prefill_cpu_s": stamps[0][1],
+                "decode_s": stamps[-1][0] - stamps[0][0],
+                "decode_cpu_s": stamps[-1][1] - stamps[0][1],
                 "decoded": len(stamps) - 1,
             }
         )
