@@ -52,6 +52,18 @@ class Expert(nn.Module):
         return self.w2(self.ops.clamped_swiglu(self.w1(x), self.w3(x), weight, self.limit))
 
 
+def _as_one(parts: list[Tensor]) -> Tensor:
+    """Return the rows of `parts` as one matrix: a view where they lie one after the other."""
+    first, at = parts[0].detach(), parts[0].storage_offset()
+    for part in parts:
+        is_next = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not is_next or part.storage_offset() != at or not part.is_contiguous():
+            return torch.cat(parts)
+        at += part.numel()
+    rows = sum(part.shape[0] for part in parts)
+    return first.as_strided((rows, first.shape[1]), first.stride(), first.storage_offset())
+
+
 class MoE(nn.Module):
     """The `ffn.*` tensors of one layer."""
 
@@ -73,8 +85,8 @@ class MoE(nn.Module):
         with torch.no_grad():
             pairs = [m.weight for e in self.experts for m in (e.w1, e.w3)]
             self.stacks = {
-                "w1_w3": torch.cat(pairs),
-                "w2": torch.cat([e.w2.weight for e in self.experts]),
+                "w1_w3": _as_one(pairs),
+                "w2": _as_one([e.w2.weight for e in self.experts]),
             }
             gate_up = self.stacks["w1_w3"].chunk(len(pairs))
             for n, (expert, down) in enumerate(

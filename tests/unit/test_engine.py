@@ -660,3 +660,14 @@ def test_engine_made_in_inference_mode_leaves_the_model_trainable():
     assert all(p.requires_grad for p in model.parameters())
     # And another engine of the same model answers the same.
     assert_all_uncached(engine_of(model), [IDS[:9]])
+
+
+def test_engines_of_one_model_share_its_experts():
+    model = build(preset("unit"), Numerics())
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    first, second = (Engine(model, EngineConfig(kernels="numba")) for _ in range(2))
+    for layer, a, b in zip(model.layers, first.model.layers, second.model.layers, strict=True):
+        places = {x.ffn.experts[1].w2.weight.data_ptr() for x in (layer, a, b)}
+        places.add(a.ffn.stacks["w2"][a.parts.config.hidden_size :].data_ptr())
+        assert len(places) == 1
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
