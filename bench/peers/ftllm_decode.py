@@ -15,22 +15,11 @@ import time
 os.environ["FASTLLM_SKIP_WARMUP"] = "1"
 
 
-def main() -> None:
-    from ftllm import llm
-    from ftllm.util import make_normal_llm_model, make_normal_parser
-
-    folder, ids, steps = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3])
-    with open(os.path.join(folder, "config.json"), encoding="utf-8") as file:
-        vocab = json.load(file)["text_config"]["vocab_size"]
-    argv = ["--path", folder, "--device", "cpu", "--moe_device", "cpu", "-t", "1"]
-    argv += ["--cuda_shared_expert", "false"]
-    options = make_normal_parser("peer").parse_args(argv)
-    options.max_batch, options.tokens = 1, max(4096, len(ids) + steps)
-    model = make_normal_llm_model(options)
-    buffer, stamps = (ctypes.c_float * vocab)(), []
-    start, cpu_start = time.perf_counter(), time.process_time()
-    handle = llm.fastllm_lib.launch_response_llm_model(
-        model.model,
+def serve(library, model, ids: list[int], steps: int, buffer) -> list[tuple[float, float]]:
+    """Return (wall, processor) seconds since the start at each token."""
+    stamps, start, cpu_start = [], time.perf_counter(), time.process_time()
+    handle = library.launch_response_llm_model(
+        model,
         len(ids),
         (ctypes.c_int * len(ids))(*ids),
         ctypes.c_int(steps),
@@ -44,8 +33,27 @@ def main() -> None:
         ctypes.c_int(0),
         None,
     )
-    while llm.fastllm_lib.fetch_response_logits_llm_model(model.model, handle, buffer) >= 0:
+    while library.fetch_response_logits_llm_model(model, handle, buffer) >= 0:
         stamps.append((time.perf_counter() - start, time.process_time() - cpu_start))
+    return stamps
+
+
+def main() -> None:
+    from ftllm import llm
+    from ftllm.util import make_normal_llm_model, make_normal_parser
+
+    folder, ids, steps = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3])
+    with open(os.path.join(folder, "config.json"), encoding="utf-8") as file:
+        vocab = json.load(file)["text_config"]["vocab_size"]
+    argv = ["--path", folder, "--device", "cpu", "--moe_device", "cpu", "-t", "1"]
+    argv += ["--cuda_shared_expert", "false"]
+    options = make_normal_parser("peer").parse_args(argv)
+    options.max_batch, options.tokens = 1, max(4096, len(ids) + steps)
+    model = make_normal_llm_model(options)
+    buffer = (ctypes.c_float * vocab)()
+    # It repacks weights at their first use; a prompt that shares no prefix takes that away.
+    serve(llm.fastllm_lib, model.model, ids[::-1], steps, buffer)
+    stamps = serve(llm.fastllm_lib, model.model, ids, steps, buffer)
     print(
         "\n"
         + json.dumps(

@@ -130,7 +130,7 @@ class PagedPools:
         return slice(block * size, (block + 1) * size)
 
     def forget_block(self, block: int) -> None:
-        """Poison a block, if this pool poisons: what its next owner has not written reads as NaN."""
+        """Poison a block, if this pool poisons: what nobody has written yet reads as NaN."""
         if self.poison:
             for spec in self.layout.owners:
                 rows = self.block_rows(spec, block)

@@ -317,9 +317,11 @@ class PrefixIndex:
         """Keep `value` with the prefix that ends at `key`, in place of an older one.
 
         It goes with its block, or when newer ones need its bytes (least recently used first).
-        Returns False if it is larger than the whole budget. The index never looks inside.
+        Returns False if it is larger than the whole budget, or if the key's block has gone (after
+        `clear`). The index never looks inside.
         """
-        self._get("attach", key)
+        if key not in self._cached:
+            return False
         if num_bytes < 0:
             raise PrefixError(f"num_bytes: got {num_bytes}, expected 0 or more")
         return self._attachments.put(key, value, num_bytes)

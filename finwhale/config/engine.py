@@ -54,12 +54,17 @@ class EngineConfig:
             value = getattr(self, name)
             if value not in known:
                 raise ConfigError(f"engine.{name}: got {value!r}, expected one of {known}")
-        for name in ("block_size", "num_blocks", "max_sequences", "max_batch_tokens"):
+        for name in (
+            "block_size",
+            "num_blocks",
+            "max_sequences",
+            "max_batch_tokens",
+            "max_waiting",
+        ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"engine.{name}: got {getattr(self, name)}, expected at least 1")
-        for name in ("max_waiting", "snapshot_bytes"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"engine.{name}: got {getattr(self, name)}, expected 0 or more")
+        if self.snapshot_bytes < 0:
+            raise ConfigError(f"engine.snapshot_bytes: got {self.snapshot_bytes}, expected >= 0")
         if self.max_batch_tokens <= self.max_sequences:
             raise ConfigError(
                 f"engine.max_batch_tokens: got {self.max_batch_tokens}, expected more than "

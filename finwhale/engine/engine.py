@@ -15,10 +15,13 @@ Source: spec/backbone.md section 3, spec/kv-cache.md sections 4.3 and 8.
 from __future__ import annotations
 
 import hashlib
+import itertools
+import operator
 import os
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Tokens
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import torch
 
@@ -31,8 +34,8 @@ from finwhale.config.engine import EngineConfig
 from finwhale.engine.invariance import broken_promises, engine_ops
 from finwhale.engine.prefill import encoder_only_unsupported
 from finwhale.engine.request import RequestError, RequestOutput, SamplingParams, TokenResult
-from finwhale.engine.runner import Runner, quantities, with_ops
-from finwhale.engine.sampler import LogitsError, choice_seed, sample_batch, token_logprobs
+from finwhale.engine.runner import Runner, with_ops
+from finwhale.engine.sampler import choice_seed, sample_batch, token_logprobs
 from finwhale.engine.scheduler import Scheduler
 from finwhale.engine.sequence import Sequence
 from finwhale.model import Backbone
@@ -71,12 +74,14 @@ class Engine:
         layout = PagedLayout(
             config=c, block_size=self.config.block_size, storage=self.config.storage
         )
-        self.pools = PagedPools(
-            layout,
-            num_blocks=self.config.num_blocks,
-            num_slots=self.config.max_sequences,
-            poison=self.config.poison,
-        )
+        # Pools are written to outside of inference mode, too.
+        with torch.inference_mode(mode=False):
+            self.pools = PagedPools(
+                layout,
+                num_blocks=self.config.num_blocks,
+                num_slots=self.config.max_sequences,
+                poison=self.config.poison,
+            )
         self.allocator = BlockAllocator(self.config.num_blocks)
         self.namespace = Namespace(
             weights_digest=weights_digest(self.model),
@@ -85,19 +90,13 @@ class Engine:
             tokenizer=tokenizer_digest,
             replay_mode=self.config.prefill,
         )
-        self.index = PrefixIndex(
-            self.allocator,
-            self.namespace,
-            self.config.block_size,
-            max_blocks=None if self.config.prefix_cache else 0,
-            max_attachment_bytes=self.config.snapshot_bytes,
-        )
+        self.index = self._new_index()
         self.scheduler = Scheduler(self.config, self.pools, self.allocator, self.index)
         self.runner = Runner(self.model, self.pools, ops, reads)
         self.kernels = reads.name
         self.broken: list[str] = []
         if self.config.batch_invariant:
-            self.broken = broken_promises(quantities(self.model), ops)
+            self.broken = broken_promises(self.model, ops, most_rows=self.config.max_batch_tokens)
         self._sequences: dict[tuple[str, int], Sequence] = {}
         self._held: dict[str, list[Sequence]] = {}
         self._ready: list[RequestOutput] = []
@@ -107,6 +106,15 @@ class Engine:
             logger.info(line)
         for name in self.broken:
             logger.warning("batch invariance does not hold on this CPU: %s", name)
+
+    def _new_index(self) -> PrefixIndex:
+        return PrefixIndex(
+            self.allocator,
+            self.namespace,
+            self.config.block_size,
+            max_blocks=None if self.config.prefix_cache else 0,
+            max_attachment_bytes=self.config.snapshot_bytes,
+        )
 
     def memory_plan(self) -> list[str]:
         """Return what a person wants to know at the start, a line each; bytes are measured."""
@@ -122,9 +130,15 @@ class Engine:
             f"{layout.slot_bytes:,} each",
             f"snapshots  up to {snapshots:,} bytes",
             f"kernels    {self.kernels}, prefill {self.config.prefill}, storage "
-            f"{self.config.storage}, batch invariant: "
-            + ("off" if not self.config.batch_invariant else "no" if self.broken else "yes"),
+            f"{self.config.storage}, batch invariant: " + self._promise(),
         ]
+
+    def _promise(self) -> str:
+        if not self.config.batch_invariant:
+            return "off"
+        if self.config.prefill == "bounded":
+            return "no, a bounded replay depends on where a hit ended"
+        return "no" if self.broken else "yes"
 
     @property
     def has_work(self) -> bool:
@@ -147,9 +161,12 @@ class Engine:
         Raises RequestError for what could never be served, QueueFullError when too many wait.
         """
         params = params or SamplingParams()
-        prompt = [int(token) for token in prompt]
-        request_id = f"request-{self._num_added}" if request_id is None else request_id
-        self._check(prompt, params, request_id)
+        prompt = _as_ids(prompt)
+        if request_id is None:
+            taken = {name for name, _ in self._sequences}
+            names = (f"request-{n}" for n in itertools.count(self._num_added))
+            request_id = next(name for name in names if name not in taken)
+        self._check(prompt, params, request_id, salt)
         # A request without a seed still gets one, so that a preemption does not change its draws.
         seed = int.from_bytes(os.urandom(8), "big") if params.seed is None else params.seed
         sequences = [
@@ -173,7 +190,7 @@ class Engine:
         self._held[request_id] = sequences[1:]
         return request_id
 
-    def _check(self, prompt: list[int], params: SamplingParams, request_id: str) -> None:
+    def _check(self, prompt: list[int], params: SamplingParams, request_id: str, salt: str) -> None:
         c = self.model.config.text_config
         if not prompt:
             raise RequestError("prompt", "no tokens", "at least one (begin with the bos id)")
@@ -182,6 +199,16 @@ class Engine:
                 "prompt", f"ids {min(prompt)} to {max(prompt)}", f"0 to {c.vocab_size - 1}"
             )
         params.check(c.vocab_size)
+        if not isinstance(salt, str):
+            raise RequestError("salt", repr(salt), "a string")
+        if params.constraint is not None:
+            mask = params.constraint.mask()
+            if mask.shape != (c.vocab_size,) or mask.dtype is not torch.bool:
+                raise RequestError(
+                    "constraint",
+                    f"a mask of {tuple(mask.shape)} {mask.dtype}",
+                    f"({c.vocab_size},) torch.bool, the model's vocabulary",
+                )
         if any(name[0] == request_id for name in self._sequences):
             raise RequestError("request_id", repr(request_id), "an id that is not being served")
         longest = len(prompt) + params.max_new_tokens
@@ -191,19 +218,34 @@ class Engine:
                 f"{params.max_new_tokens} behind a prompt of {len(prompt)}",
                 f"at most {c.max_position_embeddings} tokens in all (max_position_embeddings)",
             )
-        if self.scheduler.num_blocks_for(longest) > self.config.num_blocks:
+        # Admission asks for the blocks of one token more than the prompt in any case.
+        if self.scheduler.num_blocks_for(max(longest, len(prompt) + 1)) > self.config.num_blocks:
             raise RequestError(
                 "max_new_tokens",
                 f"{params.max_new_tokens} behind a prompt of {len(prompt)}",
                 f"at most {self.config.num_blocks * self.config.block_size} tokens in all, or a "
                 "larger engine.num_blocks",
             )
-        num_waiting = len(self.scheduler.waiting) + sum(map(len, self._held.values()))
+        num_waiting = self._num_waiting()
         if num_waiting + params.n > self.config.max_waiting:
             raise QueueFullError(
                 f"engine.max_waiting: {num_waiting} requests wait, {self.config.max_waiting} may; "
                 "try again later"
             )
+
+    def _num_waiting(self) -> int:
+        return len(self.scheduler.waiting) + sum(map(len, self._held.values()))
+
+    def weights_changed(self) -> None:
+        """Forget every cached block: the caller has changed the model's weights in place.
+
+        Raises RuntimeError while requests are being served, whose rows would mix both.
+        """
+        if self._sequences:
+            raise RuntimeError("weights_changed: requests are being served; finish them first")
+        self.index.clear()
+        self.namespace = replace(self.namespace, weights_digest=weights_digest(self.model))
+        self.index = self.scheduler.index = self._new_index()
 
     def cancel(self, request_id: str) -> bool:
         """End all choices of a request at once and free their memory; False if there are none."""
@@ -245,6 +287,10 @@ class Engine:
         work = self.scheduler.schedule()
         if work:
             result = self.runner.run([piece for _, piece in work])
+            # Rings hold the new rows now, so every sequence counts them before anything can raise.
+            for (sequence, piece), error in zip(work, result.errors, strict=True):
+                if error is None:
+                    self.scheduler.computed(sequence, piece.span.stop)
             drawing: list[tuple[Sequence, torch.Tensor]] = []
             for (sequence, piece), logits, error in zip(
                 work, result.logits, result.errors, strict=True
@@ -252,27 +298,38 @@ class Engine:
                 if error is not None:
                     self.scheduler.drop(sequence)
                     self._end(sequence, "error", error=error)
-                    continue
-                self._computed(sequence, piece, logits, drawing)
+                elif self._guarded(sequence, self._told, sequence, piece.span.start, logits):
+                    drawing.append((sequence, logits[-1]))
             self._draw(drawing)
         ready, self._ready = self._ready, []
         return ready
 
-    def _computed(self, sequence: Sequence, piece, logits, drawing) -> None:
-        is_read = piece.span.stop == len(sequence.tokens)
-        self.scheduler.computed(sequence, piece.span.stop)
+    def _guarded(self, sequence: Sequence, call: Callable, *args):
+        """Return call(*args); an exception ends this sequence with an error and gives None.
+
+        What a request brings along (a grammar, its logits) must not end the others.
+        """
+        try:
+            return call(*args)
+        except Exception as error:
+            logger.exception("request %s, choice %d", sequence.request_id, sequence.index)
+            self._end(sequence, "error", error=f"{type(error).__name__}: {error}")
+            return None
+
+    def _told(self, sequence: Sequence, start: int, logits: torch.Tensor) -> bool:
+        """Hand out what was computed from position `start` on; return whether to draw."""
         if sequence.wants_prompt_results:
-            self._add_prompt_results(sequence, piece.span.start, logits)
-        if not is_read:
-            return
+            self._add_prompt_results(sequence, start, logits)
+        if sequence.num_left:
+            return False
         if not sequence.num_new:
             self.scheduler.save_windows(sequence)
             for choice in self._held.pop(sequence.request_id, ()):
                 self.scheduler.queue(choice)
         if sequence.params.max_new_tokens == 0:
             self._end(sequence, "length")
-        else:
-            drawing.append((sequence, logits[-1]))
+            return False
+        return True
 
     def _add_prompt_results(self, sequence: Sequence, start: int, logits) -> None:
         """Collect the log-probabilities of prompt tokens; hand them out when all are there."""
@@ -289,27 +346,32 @@ class Engine:
 
     def _draw(self, drawing: list[tuple[Sequence, torch.Tensor]]) -> None:
         """Draw the next token of every sequence that has logits."""
-        while drawing:
-            sequences = [sequence for sequence, _ in drawing]
+        free = [(s, logits) for s, logits in drawing if s.constraint is None]
+        batches = [free] if free else []
+        batches += [[(s, logits)] for s, logits in drawing if s.constraint is not None]
+        while batches:
+            batch = batches.pop()
             try:
-                results = sample_batch(
-                    torch.stack([logits for _, logits in drawing]),
-                    [s.params for s in sequences],
-                    seeds=[s.seed for s in sequences],
-                    indexes=[s.num_new for s in sequences],
-                    masks=[
-                        None if s.constraint is None else s.constraint.mask() for s in sequences
-                    ],
-                )
-            except (LogitsError, RequestError) as error:
-                if not error.rows:
-                    raise
-                for row in sorted(error.rows, reverse=True):
-                    self._end(drawing.pop(row)[0], "error", error=str(error))
+                results = self._sampled(batch)
+            except Exception as error:
+                if len(batch) > 1:
+                    # One of them is at fault; rows do not depend on each other.
+                    batches += [[one] for one in batch]
+                    continue
+                self._end(batch[0][0], "error", error=f"{type(error).__name__}: {error}")
                 continue
-            for sequence, result in zip(sequences, results, strict=True):
-                self._take(sequence, result)
-            return
+            for (sequence, _), result in zip(batch, results, strict=True):
+                self._guarded(sequence, self._take, sequence, result)
+
+    def _sampled(self, batch: list[tuple[Sequence, torch.Tensor]]) -> list[TokenResult]:
+        sequences = [sequence for sequence, _ in batch]
+        return sample_batch(
+            torch.stack([logits for _, logits in batch]),
+            [s.params for s in sequences],
+            seeds=[s.seed for s in sequences],
+            indexes=[s.num_new for s in sequences],
+            masks=[None if s.constraint is None else s.constraint.mask() for s in sequences],
+        )
 
     def _take(self, sequence: Sequence, result: TokenResult) -> None:
         params = sequence.params
@@ -320,7 +382,7 @@ class Engine:
         is_text_done = sequence.constraint is not None and sequence.constraint.is_finished
         if result.token in params.stop_ids or is_text_done:
             reason = "stop"
-        elif sequence.num_new == params.max_new_tokens:
+        elif sequence.num_new >= params.max_new_tokens:
             reason = "length"
         if reason is None:
             self._emit(sequence, new=(result,))
@@ -361,25 +423,36 @@ class Engine:
         they are lost to `step`, so use one way or the other.
         """
         prompts = list(prompts)
-        if isinstance(params, SamplingParams):
-            params = [params] * len(prompts)
-        names = [self.add(p, own) for p, own in zip(prompts, params, strict=True)]
-        found = {name: [[] for _ in range(own.n)] for name, own in zip(names, params, strict=True)}
-        while self.has_work:
-            for output in self.step():
-                if output.request_id not in found:
-                    continue
-                if output.error is not None:
-                    for name in names:
-                        self.cancel(name)
-                    raise RuntimeError(f"{output.request_id}: {output.error}")
-                found[output.request_id][output.index] += output.new
-        return [found[name] for name in names]
+        own = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        left = deque(zip(prompts, own, strict=True))
+        found: dict[str, list[list[TokenResult]]] = {}
+        try:
+            while left or self.has_work:
+                while left and self._num_waiting() + left[0][1].n <= self.config.max_waiting:
+                    prompt, asked = left.popleft()
+                    found[self.add(prompt, asked)] = [[] for _ in range(asked.n)]
+                if left and not self.has_work:
+                    raise QueueFullError(
+                        f"engine.max_waiting: {self.config.max_waiting}, but a prompt asks for "
+                        f"{left[0][1].n} choices"
+                    )
+                for output in self.step():
+                    if output.request_id not in found:
+                        continue
+                    if output.error is not None:
+                        raise RuntimeError(f"{output.request_id}: {output.error}")
+                    found[output.request_id][output.index] += output.new
+        except BaseException:
+            for name in found:
+                self.cancel(name)
+            raise
+        return list(found.values())
 
 
 def _check_model(model: Backbone, config: EngineConfig) -> None:
     numerics = model.numerics
-    if numerics.mode != "dequant" or numerics.dtype is not torch.float32:
+    is_fp32 = numerics.dtype is numerics.parameter_dtype is torch.float32
+    if numerics.mode != "dequant" or not is_fp32:
         raise ConfigError(
             f"numerics: got {numerics}, expected mode 'dequant' in float32: this engine computes "
             "in fp32 over packed storage"
@@ -394,6 +467,19 @@ def _check_model(model: Backbone, config: EngineConfig) -> None:
     reason = encoder_only_unsupported(model.config.text_config)
     if config.prefill != "full" and reason is not None:
         raise ConfigError(f"engine.prefill: {config.prefill!r} is not possible, {reason}")
+
+
+def _as_ids(prompt: Tokens[int]) -> list[int]:
+    """Return the ids as ints; a float or a truth value among them is refused."""
+    ids = []
+    for token in prompt:
+        try:
+            if isinstance(token, bool):
+                raise TypeError
+            ids.append(operator.index(token))
+        except TypeError:
+            raise RequestError("prompt", repr(token), "token ids, whole numbers") from None
+    return ids
 
 
 def weights_digest(model: Backbone) -> str:

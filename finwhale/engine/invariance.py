@@ -183,18 +183,55 @@ def engine_ops(kernels: str, *, batch_invariant: bool) -> tuple[Ops, Reads]:
     )
 
 
-def broken_promises(weights: dict[str, Tensor], ops: Ops) -> list[str]:
-    """Return the products whose rows change with the number of rows on this CPU; none is right.
+@torch.no_grad()
+def broken_promises(model, ops: Ops, *, most_rows: int = 64) -> list[str]:
+    """Return the products whose rows depend on their number or place on this CPU; none is right.
 
-    weights  name -> [O, K]; one matrix per shape is tried
+    model      one matrix of every shape is tried, the grouped products and one layer's experts
+    most_rows  rows of the largest step
     """
-    shapes = {tuple(w.shape): (name, w) for name, w in weights.items() if w.dim() == 2}
     broken = []
-    for (_, width), (name, weight) in shapes.items():
-        x = torch.randn(max(_TRIED_ROWS), width, generator=torch.Generator().manual_seed(0))
-        whole = ops.linear(x, weight)
-        for rows in (1, 2, 3, *_TRIED_ROWS):
-            if not torch.equal(ops.linear(x[:rows], weight), whole[:rows]):
-                broken.append(f"{name} [{weight.shape[0]}, {width}] at {rows} rows")
-                break
+    tried: set[tuple] = set()
+    for name, weight in model.named_parameters():
+        shape = tuple(weight.shape)
+        if weight.dim() == 2 and shape not in tried and ".ffn.experts." not in name:
+            tried.add(shape)
+            broken += _changed(name, partial(_product, ops, weight), shape[1:], most_rows)
+    attention, moe = model.layers[0].attn, model.layers[0].ffn
+    groups = model.config.text_config.o_groups
+    wide = attention.wo_a.weight
+    shape = groups, wide.shape[1]
+    broken += _changed("wo_a", lambda x: ops.grouped_linear(x, wide), shape, most_rows)
+    if moe.stacks:
+        experts = len(moe.experts)
+        stacks = [moe.stacks[name].unflatten(0, (experts, -1)) for name in ("w1_w3", "w2")]
+        run = partial(_routed, ops, stacks, model.config.text_config.swiglu_limit)
+        broken += _changed("experts", run, (stacks[0].shape[-1],), most_rows)
     return broken
+
+
+def _product(ops: Ops, weight: Tensor, x: Tensor) -> Tensor:
+    return ops.linear(x, weight)
+
+
+def _routed(ops: Ops, stacks: list[Tensor], limit: float, x: Tensor) -> Tensor:
+    """Return the experts' sum, where a row's experts are a function of the row, as in a model."""
+    experts = stacks[0].shape[0]
+    first = (x[:, :1] > 0).long() % experts
+    ids = torch.cat((first, (first + 1) % experts), dim=1)[:, : min(2, experts)]
+    shares = x[:, : ids.shape[1]].abs() + 0.1
+    assert ops.grouped_experts is not None  # stacks are made for it alone
+    return ops.grouped_experts(x, ids, shares, *stacks, limit, ops.clamped_swiglu)
+
+
+def _changed(name: str, product: Callable, shape: tuple[int, ...], most_rows: int) -> list[str]:
+    """Return what is wrong with one product of rows of `shape`, in a list, or nothing."""
+    rows = max(most_rows, *_TRIED_ROWS)
+    x = torch.randn(rows, *shape, generator=torch.Generator().manual_seed(0))
+    whole = product(x)
+    for first in (0, 1, 3):
+        for count in (1, 2, 3, *_TRIED_ROWS):
+            part = slice(first, min(first + count, rows))
+            if not torch.equal(product(x[part].clone()), whole[part]):
+                return [f"{name} {list(shape)} at rows {part.start} to {part.stop - 1} of {rows}"]
+    return []

@@ -13,13 +13,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from finwhale.cache.paged_pools import PagedPools
 from finwhale.config.layers import Half
 from finwhale.engine.invariance import Reads
 from finwhale.engine.paged_pass import PagedPass, RowSpan
 from finwhale.engine.prefill import encoder_only_unsupported
+from finwhale.engine.step import add_counts
 from finwhale.model import Backbone
 from finwhale.model.layers import ForwardState
 from finwhale.ops import Ops
@@ -92,6 +93,12 @@ class Runner:
         ]
         sound = [error is None for error in errors]
         logits = self._logits(works, decoder, streams, pre, sound)
+        for n, own in enumerate(logits):
+            if not torch.isfinite(own).all():
+                row = int((~torch.isfinite(own).all(-1)).nonzero()[0])
+                position = max(decoder.spans[n].start, works[n].first_logits) + row
+                errors[n] = f"head: logits are not finite at position {position}"
+                sound[n] = False
         encoder.commit(sound)
         decoder.commit(sound)
         return StepResult(logits=tuple(logits), errors=tuple(errors))
@@ -130,9 +137,9 @@ class Runner:
             streams, pre = self._layers(self._decoder, streams, pre, below, after_layer)
             own = decoder.finite_rows & torch.isfinite(streams).flatten(2).all(-1)[0]
             finite = finite.index_put((rows,), finite[rows] & own)
-        for counts in (state.layer_tokens, below.layer_tokens):
-            for layer, count in counts.items():
-                self.layer_tokens[layer] = self.layer_tokens.get(layer, 0) + count
+        if after_layer is None:
+            add_counts(self.layer_tokens, state.layer_tokens)
+            add_counts(self.layer_tokens, below.layer_tokens)
         parts = finite.split([work.span.num_rows for work in works])
         return encoder, decoder, streams, pre, parts
 
@@ -178,8 +185,3 @@ class Runner:
         self._forward([work], after_layer=look)
         layer = f"layer {found[0]}" if found else "the decoder's entries"
         return f"{layer}: not finite at position {position} or before; see the request's tokens"
-
-
-def quantities(modules: nn.Module) -> dict[str, Tensor]:
-    """Return every matrix by name, for checks of products."""
-    return {name: p for name, p in modules.named_parameters() if p.dim() == 2}

@@ -6,8 +6,8 @@ Rules, in this order:
 - Every decoding sequence gets its one row; the rest of the token budget is split evenly among the
   sequences that still read their prompt, so a long prompt cannot hold up a short one.
 - A sequence that finds no block takes memory from the youngest running one, which is preempted and
-  goes to the head of the queue. The oldest is never preempted and every request fits alone, so
-  somebody always finishes.
+  goes back to its place in the queue. The oldest is never preempted and every request fits alone,
+  so somebody always finishes.
 - A preempted sequence starts again from its tokens; cached blocks and windows make that short.
 
 What a start can reuse is decided in `_plan_start`, the rule of prefix hits. A newcomer's mistake:
@@ -62,6 +62,8 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.free_slots = list(range(config.max_sequences))[::-1]
+        # Whom the queue waits for, and how many blocks were available when it did not fit.
+        self._blocked: tuple[tuple[str, int], int] = (("", 0), 0)
         self.stats = SchedulerStats()
 
     def num_blocks_for(self, num_tokens: int) -> int:
@@ -98,6 +100,10 @@ class Scheduler:
     def _admit(self) -> None:
         while self.waiting and self.free_slots:
             sequence = self.waiting[0]
+            # To match a long prompt again costs its hash; more room is what could help.
+            name, room = self._blocked
+            if name == sequence.name and self._num_available() <= room:
+                return
             match = None
             if self._may_hit(sequence):
                 match = self.index.match(sequence.tokens, salt=sequence.salt)
@@ -105,11 +111,13 @@ class Scheduler:
             needed = self.num_blocks_for(len(sequence.tokens) + 1) - len(held)
             if needed > self._num_available():
                 for block in held:
-                    self._release_block(block)
+                    self.allocator.release(block)
+                self._blocked = sequence.name, self._num_available()
                 return
-            self.waiting.popleft()
             self._start(sequence, match)
+            self.waiting.popleft()
             self.running.append(sequence)
+            self._blocked = (("", 0), 0)
 
     def _may_hit(self, sequence: Sequence) -> bool:
         # Rows of a hit have no logits; "full" has no row that it would not run.
@@ -181,6 +189,8 @@ class Scheduler:
             start, floor = saved, max(0, saved - self.window + 1)
             if decoder <= saved:
                 decoder, decoder_floor = saved, floor
+            # No window lies farther back than the restored one.
+            sequence.exact_from = saved
         if self.config.prefill == "exact":
             if floor and not is_restored:
                 sequence.exact_from = start + self.encoder_tail
@@ -242,7 +252,7 @@ class Scheduler:
             if inserted.block != sequence.blocks[n]:
                 # Somebody made the same block first: one copy is enough.
                 self.allocator.retain(inserted.block)
-                self._release_block(sequence.blocks[n])
+                self.allocator.release(sequence.blocks[n])
                 sequence.blocks[n] = inserted.block
 
     def save_windows(self, sequence: Sequence) -> None:
@@ -264,7 +274,7 @@ class Scheduler:
                 self.index.attach(key, saved, saved.numel())
 
     def preempt(self, sequence: Sequence) -> None:
-        """Take a running sequence's memory; it goes to the head of the queue."""
+        """Take a running sequence's memory; it goes back to its place in the queue."""
         self.save_windows(sequence)
         self._leave(sequence)
         sequence.num_preemptions += 1
@@ -292,11 +302,8 @@ class Scheduler:
     def _leave(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         for block in reversed(sequence.blocks):
-            self._release_block(block)
+            self.allocator.release(block)
         self.pools.forget_slot(sequence.slot)
         self.free_slots.append(sequence.slot)
         sequence.slot, sequence.blocks, sequence.keys = -1, [], []
         sequence.num_computed = sequence.stored = 0
-
-    def _release_block(self, block: int) -> None:
-        self.allocator.release(block)

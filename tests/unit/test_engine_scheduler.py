@@ -5,6 +5,8 @@ cut. The decoder needs 8 + 3 * 7 = 29 rows before a block end, the encoder 4 * 7
 first row that counts; starts are even, because groups of ratio 2 may not be cut.
 """
 
+from dataclasses import replace
+
 import pytest
 
 from finwhale.config.engine import EngineConfig
@@ -219,10 +221,19 @@ def test_windows_that_are_not_exact_yet_are_not_saved():
     run(scheduler)
     job = sequence_of(1, IDS[:296] + [7] * 20, 1)
     scheduler.queue(job)
-    scheduler.schedule()
-    assert job.exact_from <= 312 - 29 + 29
-    assert job.exact_from >= job.decoder_start + 29
-    assert job.exact_from >= job.num_computed + 28
+    ((_, piece),) = scheduler.schedule()
+    # It replays from 254 and its decoder begins at 283, 29 rows before the last block end.
+    assert (piece.span.start, piece.decoder_start, job.exact_from) == (254, 283, 312)
+    saved = []
+    scheduler.config = replace(scheduler.config, snapshot_bytes=1 << 20)
+    scheduler.index.attach = lambda key, value, size: saved.append(key)
+    for stop in (300, 304, 311):
+        scheduler.computed(job, stop)
+        scheduler.save_windows(job)
+    assert saved == []
+    scheduler.computed(job, 316)
+    scheduler.save_windows(job)
+    assert saved == [job.keys[312 // 8 - 1]]
 
 
 def test_saved_windows_of_a_damaged_job_are_not_kept():

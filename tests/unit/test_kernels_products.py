@@ -1,5 +1,7 @@
 """Compiled products and codecs of the engine: the values of the plain forms, row by row."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -19,6 +21,7 @@ from finwhale.ops import linear as plain
 from finwhale.ops.index import select_topk_ref
 from finwhale.ops.moe import clamped_swiglu, route_experts
 from finwhale.ops.rounding import round_index
+from tests.models import unit_model
 
 SHAPES = [(37, 53), (64, 24), (256, 4), (128, 129), (1, 1), (33, 5)]
 
@@ -58,15 +61,16 @@ def test_rows_of_the_padded_product_do_not_depend_on_their_number(width, outputs
 
 def test_unpadded_product_breaks_the_promise_and_is_found():
     # The negative control: without it `broken_promises` could be blind.
-    weights = {"a": drawn(64, 256), "b": drawn(512, 128)}
+    weights = {"a": drawn(64, 256)}
+    model = unit_model()
     exact, _ = engine_ops("torch", batch_invariant=True)
     loose, _ = engine_ops("torch", batch_invariant=False)
-    assert broken_promises(weights, exact) == []
+    assert broken_promises(model, exact) == []
     if torch.equal(
         plain.linear(drawn(8, 256)[:1], weights["a"]), plain.linear(drawn(8, 256), weights["a"])[:1]
     ):
         pytest.skip("this CPU's library keeps single rows equal")
-    assert broken_promises(weights, loose)
+    assert broken_promises(model, loose)
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 5])
@@ -164,3 +168,22 @@ def test_compiled_router_is_the_reference(has_rows):
         own = bias[t : t + 1] if has_rows else bias
         alone = products.route_experts(logits[t : t + 1], own, 4, 1.5)
         assert torch.equal(alone[1][0], weights[t])
+
+
+@pytest.mark.parametrize("field", ["linear", "grouped_linear"])
+def test_a_product_that_looks_at_a_rows_place_or_number_is_found(field):
+    exact, _ = engine_ops("numba", batch_invariant=True)
+    plain_form = getattr(exact, field)
+
+    def by_place(x, weight):
+        y = plain_form(x, weight)
+        rows = y.reshape(-1, y.shape[-1]).clone()
+        rows[1::2] = rows[1::2] * (1 + 2**-22)
+        return rows.view(y.shape)
+
+    def by_number(x, weight):
+        return plain_form(x, weight) * (1 + 2**-22 * (x.shape[0] > 40 or x.shape[1] > 200))
+
+    for wrong in (by_place, by_number):
+        assert broken_promises(unit_model(), replace(exact, **{field: wrong}), most_rows=256)
+    assert broken_promises(unit_model(), exact, most_rows=256) == []
