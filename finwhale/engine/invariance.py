@@ -40,10 +40,14 @@ _TRIED_ROWS = (4, 5, 6, 7, 8, 9, 13, 16, 17, 31, 32, 33, 48, 64)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reads:
-    """Writing and reading packed rows, as `finwhale.cache.paged_reads` defines it."""
+    """Writing and reading packed rows, as `finwhale.cache.paged_reads` defines it.
+
+    listed_scores  index scores of listed pool rows alone; None: score all, hide the others
+    """
 
     attention: Callable
     index_scores: Callable
+    listed_scores: Callable | None
     pack_window: Callable
     pack_entry: Callable
     pack_index: Callable
@@ -144,6 +148,7 @@ def engine_ops(kernels: str, *, batch_invariant: bool) -> tuple[Ops, Reads]:
         return ops, Reads(
             attention=paged_attention_ref,
             index_scores=paged_index_scores_ref,
+            listed_scores=None,
             pack_window=pack_window,
             pack_entry=pack_entry,
             pack_index=pack_index,
@@ -176,6 +181,7 @@ def engine_ops(kernels: str, *, batch_invariant: bool) -> tuple[Ops, Reads]:
     return ops, Reads(
         attention=paged.paged_attention,
         index_scores=paged.paged_index_scores,
+        listed_scores=paged.paged_listed_scores,
         pack_window=codecs.pack_window,
         pack_entry=codecs.pack_entry,
         pack_index=codecs.pack_index,

@@ -95,7 +95,7 @@ class PagedPass:
         self._no_entries = torch.zeros(self.num_rows, 0, dtype=torch.int64)
         self._new: dict[int, _NewEntries] = {}
         self._topk: dict[int, Tensor] = {}
-        self._pool_blocks: Tensor | None = None
+        self._pool_blocks = torch.zeros(self.num_rows, 0, dtype=torch.int64)
         self._fresh_windows: dict[int, Tensor] = {}
         self._open_rows: dict[int, Tensor] = {}
         self.finite_rows = torch.ones(self.num_rows, dtype=torch.bool)
@@ -210,10 +210,17 @@ class PagedPass:
         keys = self.pools.index_k[spec.layer_id if spec.kv_owner is None else spec.kv_owner]
         visible = (self.positions[0] + 1) // spec.ratio  # [T]
         longest = int(visible.max()) if self.num_rows else 0
-        step = max(1, _SCORE_BYTES // (4 * max(1, longest)))
+        pool, in_pool = self._pool_blocks, c.candidate_topk_blocks * c.candidate_block_size
+        searches = spec.pool is PoolUse.SEARCHES
+        # While every entry fits the pool, tiles of entries serve all rows of a sequence at once.
+        lists = searches and self.reads.listed_scores is not None and longest > in_pool
+        step = max(1, _SCORE_BYTES // (4 * max(1, min(longest, in_pool) if lists else longest)))
         chosen, pools = [], []
         for start in range(0, self.num_rows, step):
             rows = slice(start, min(start + step, self.num_rows))
+            if lists:
+                chosen.append(self._search(q[0, rows], weights[0, rows], keys, rows, visible, size))
+                continue
             scores = self.reads.index_scores(
                 q[0, rows],
                 weights[0, rows],
@@ -231,21 +238,34 @@ class PagedPass:
                         scores, visible[rows], c.candidate_topk_blocks, c.candidate_block_size
                     )
                 )
-            elif spec.pool is PoolUse.SEARCHES and self._pool_blocks is not None:
-                inside = pool_mask(self._pool_blocks[rows], longest, c.candidate_block_size)
+            elif searches:
+                inside = pool_mask(pool[rows], longest, c.candidate_block_size)
                 scores = scores.masked_fill(~inside, -torch.inf)
             chosen.append(self.ops.select_topk(scores, c.index_topk))
         if pools:
             self._pool_blocks = torch.cat(pools)
         entry = torch.cat(chosen) if chosen else visible.new_empty(0, 0)
-        flat = self._pool_rows(entry, size)
+        flat = self._pool_rows(entry, size, slice(None))
         self._topk[spec.layer_id] = flat
         return flat.unsqueeze(0)
 
-    def _pool_rows(self, entry: Tensor, size: int) -> Tensor:
+    def _search(self, q, weights, keys, rows: slice, visible: Tensor, size: int) -> Tensor:
+        """Return the selected entries [T, K] of the candidate pool, scoring nothing else."""
+        block = self.config.candidate_block_size
+        first = self._pool_blocks[rows].unsqueeze(-1) * block  # [T, P, 1]
+        entries = (first + torch.arange(block)).flatten(1)  # ascending, as the blocks are
+        hidden = (first < 0).expand(-1, -1, block).flatten(1) | (entries >= visible[rows, None])
+        entries = torch.where(hidden, -1, entries)
+        listed = self._pool_rows(entries, size, rows)
+        assert self.reads.listed_scores is not None  # or `select` would not have come here
+        scores = self.reads.listed_scores(q, weights, keys, listed, self.layout.storage)
+        slots = self.ops.select_topk(scores, self.config.index_topk)
+        return torch.where(slots < 0, -1, entries.gather(1, slots.clamp_min(0)))
+
+    def _pool_rows(self, entry: Tensor, size: int, rows: slice) -> Tensor:
         """Return the pool row of entries [T, K] of each row's own sequence; -1 stays."""
         safe = entry.clamp_min(0)
-        block = self.tables[self.sequence.unsqueeze(-1), safe // size]
+        block = self.tables[self.sequence[rows].unsqueeze(-1), safe // size]
         return torch.where(entry < 0, -1, block * size + safe % size)
 
     def engram_positions(self) -> tuple[Tensor, Tensor]:

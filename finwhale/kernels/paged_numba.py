@@ -377,6 +377,48 @@ def paged_index_scores(
 
 
 @_compiled
+def _score_listed(q, weights, keys, listed, kind, out):
+    tokens, _, dim = q.shape
+    length = listed.shape[1]
+    rows, scales = np.zeros(_ENTRIES, np.int64), np.zeros(_ENTRIES, np.float32)
+    values = np.zeros((dim, _ENTRIES), np.float32)
+    dots, scores = np.empty((2, _ENTRIES), np.float32), np.empty(_ENTRIES, np.float32)
+    for t in range(tokens):
+        for start in range(0, length, _ENTRIES):
+            count = min(_ENTRIES, length - start)
+            seen = 0
+            for j in range(count):
+                rows[j] = max(listed[t, start + j], 0)
+                seen += listed[t, start + j] >= 0
+            if seen:
+                _load_entries(keys, rows, count, kind, scales, values)
+                _score_entries(q[t], weights[t], values, dots, scores)
+            for j in range(count):
+                is_seen = listed[t, start + j] >= 0
+                out[t, start + j] = scores[j] if is_seen else np.float32(-np.inf)
+
+
+def paged_listed_scores(
+    q: Tensor, weights: Tensor, keys: Tensor, listed: Tensor, storage: str = "fp4"
+) -> Tensor:
+    """Return scores [T, L] fp32 of the pool rows `listed` [T, L] int64; -inf where that is -1.
+
+    Each has the bits that `paged_index_scores` gives it: a column of a tile meets no other. For a
+    search in the candidate pool, whose size does not grow with the context (section 5.5).
+    """
+    out = torch.empty(listed.shape)
+    _score_listed(
+        _array("q", q, torch.float32),
+        _array("weights", weights, torch.float32),
+        _rows("keys", keys, index_row_bytes(q.shape[-1], storage)),
+        _array("listed", listed, torch.int64),
+        _KINDS[storage],
+        out.numpy(),
+    )
+    return out
+
+
+@_compiled
 def _select(scores, k, chosen):
     rows, num = scores.shape
     values = np.empty(num, np.float32)

@@ -671,3 +671,28 @@ def test_engines_of_one_model_share_its_experts():
         places.add(a.ffn.stacks["w2"][a.parts.config.hidden_size :].data_ptr())
         assert len(places) == 1
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_search_in_the_pool_alone_selects_what_the_whole_search_does(monkeypatch):
+    # 16 entries fit the pool of `unit`; 120 tokens have 120 ratio-1 entries.
+    ids = [int(i) for i in token_ids(1, 120, seed=9, vocab=500)[0]]
+    params = SamplingParams(max_new_tokens=3, temperature=0, logprobs=True, prompt_logprobs=1)
+    model = build(preset("unit"), Numerics())
+    calls = []
+
+    def served(lists: bool):
+        engine = Engine(model, EngineConfig(kernels="numba", block_size=8, num_blocks=32))
+        listed = engine.runner.reads.listed_scores
+
+        def counted(*args):
+            calls.append(args[3].shape)
+            return listed(*args)
+
+        engine.runner.reads = replace(engine.runner.reads, listed_scores=counted if lists else None)
+        engine.add(ids, params, request_id="a")
+        return drain(engine)[("a", 0)]
+
+    short = served(True)
+    assert calls
+    assert all(shape[1] == 16 for shape in calls)
+    assert short == served(False)
