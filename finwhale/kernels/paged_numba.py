@@ -34,6 +34,9 @@ _E2M1_EVEN = _PAIRS[:, 0].contiguous().numpy()
 _E2M1_ODD = _PAIRS[:, 1].contiguous().numpy()
 # Keys per tile of attention; 64 rows of 512 fp32 values are 128 KiB, so they stay near the core.
 _KEYS = 64
+# From this many queries on it pays to look which rows they share.
+_MIN_DECODE_ONCE = 8
+_DECODED_BYTES = 1 << 27
 # Entries per tile of index scores: the length of every inner loop.
 _ENTRIES = 64
 
@@ -201,6 +204,90 @@ def _attend(q, fresh, ring, window_index, main, entry_index, sink, kind, factor,
 
 
 @_compiled
+def _number_rows(window_index, entry_index, num_window, num_main, index):
+    """Number the distinct rows that are seen, in order of sight; index [T, W + K] int32 gets them.
+
+    Returns the source row of each number (an entry behind num_window) and how many slots see one.
+    """
+    width = window_index.shape[1]
+    numbers = np.full(num_window + num_main, -1, np.int32)
+    sources = np.empty(min(index.size, num_window + num_main), np.int64)
+    count = seen = 0
+    for t in range(index.shape[0]):
+        for slot in range(index.shape[1]):
+            row = window_index[t, slot] if slot < width else entry_index[t, slot - width]
+            if row < 0:
+                index[t, slot] = -1
+                continue
+            if slot >= width:
+                row += num_window
+            if numbers[row] < 0:
+                numbers[row] = count
+                sources[count] = row
+                count += 1
+            index[t, slot] = numbers[row]
+            seen += 1
+    return sources[:count], seen
+
+
+@_compiled
+def _decode(sources, fresh, ring, main, kind, decoded):
+    """Write the values of the numbered rows: decoded [U, D] fp32."""
+    num_ring, num_window = ring.shape[0], ring.shape[0] + fresh.shape[0]
+    bits = decoded.view(np.int32)
+    for n in range(sources.shape[0]):
+        row = sources[n]
+        if row >= num_window:
+            packed = main[row - num_window]
+        elif row < num_ring:
+            packed = ring[row]
+        else:
+            packed = fresh[row - num_ring]
+        if kind:
+            _unpack_plain(packed, bits[n], kind)
+        elif row < num_window:
+            _unpack_window(packed, decoded[n])
+        else:
+            _unpack_entry(packed, decoded[n])
+
+
+@_compiled
+def _attend_decoded(q, decoded, index, sink, factor, out):
+    """As `_attend`, on rows that were decoded before: the same tiles, so the same bits."""
+    tokens, heads, dim = q.shape
+    slots = index.shape[1]
+    keys = np.empty((_KEYS, dim), np.float32)
+    scores = np.empty((heads, _KEYS), np.float32)
+    top, total = np.empty(heads, np.float32), np.empty(heads, np.float32)
+    for t in range(tokens):
+        for h in range(heads):
+            top[h] = -np.inf
+            total[h] = 0.0
+            for d in range(dim):
+                out[t, h, d] = 0.0
+        slot = 0
+        while slot < slots:
+            count = 0
+            while slot < slots and count < _KEYS:
+                row = index[t, slot]
+                slot += 1
+                if row >= 0:
+                    source, target = decoded[row], keys[count]
+                    for d in range(dim):
+                        target[d] = source[d]
+                    count += 1
+            if count:
+                _score_tile(q[t], keys, count, factor, scores)
+                _softmax_tile(scores, count, top, total, out[t])
+                _add_values(scores, keys, count, out[t])
+        for h in range(heads):
+            if total[h] != 0.0:
+                share = np.float32(1.0) / (total[h] + exponential(sink[h] - top[h]))
+                for d in range(dim):
+                    out[t, h, d] *= share
+
+
+@_compiled
 def _load_entries(keys, rows, count, kind, scales, values):
     """Write the values of `count` pool rows, channels first: values [DI, _ENTRIES] fp32.
 
@@ -318,25 +405,33 @@ def paged_attention(
 ) -> Tensor:
     """Return [T, H, D] fp32; same contract as `finwhale.cache.paged_reads.paged_attention_ref`.
 
-    The softmax runs over tiles of visible keys with a running maximum. No gradient.
+    The softmax runs over tiles of visible keys with a running maximum. Rows that many queries of a
+    call see are decoded once for all of them, into memory of this call. No gradient.
     """
     tokens, heads, dim = q.shape
     out = torch.empty(tokens, heads, dim)
     if main is None:
         main = torch.empty(0, entry_row_bytes(dim, storage), dtype=torch.uint8)
         entry_index = entry_index.new_empty(tokens, 0)
-    _attend(
-        _array("q", q, torch.float32),
+    queries, factor = _array("q", q, torch.float32), np.float32(dim**-0.5)
+    rows = (
         _rows("fresh", fresh, window_row_bytes(dim, storage)),
         _rows("ring", ring, window_row_bytes(dim, storage)),
-        _array("window_index", window_index, torch.int64),
         _rows("main", main, entry_row_bytes(dim, storage)),
-        _array("entry_index", entry_index, torch.int64),
-        _array("sink", sink, torch.float32),
-        _KINDS[storage],
-        np.float32(dim**-0.5),
-        out.numpy(),
     )
+    windows = _array("window_index", window_index, torch.int64)
+    entries = _array("entry_index", entry_index, torch.int64)
+    sinks, kind = _array("sink", sink, torch.float32), _KINDS[storage]
+    if tokens >= _MIN_DECODE_ONCE:
+        index = np.empty((tokens, windows.shape[1] + entries.shape[1]), np.int32)
+        num_window = rows[0].shape[0] + rows[1].shape[0]
+        sources, seen = _number_rows(windows, entries, num_window, rows[2].shape[0], index)
+        if seen >= 2 * len(sources) and 4 * dim * len(sources) <= _DECODED_BYTES:
+            decoded = np.empty((len(sources), dim), np.float32)
+            _decode(sources, *rows, kind, decoded)
+            _attend_decoded(queries, decoded, index, sinks, factor, out.numpy())
+            return out
+    _attend(queries, rows[0], rows[1], windows, rows[2], entries, sinks, kind, factor, out.numpy())
     return out
 
 

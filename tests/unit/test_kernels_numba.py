@@ -22,7 +22,7 @@ from tests.unit.test_paged_reads import attention_case, score_case
 
 pytest.importorskip("numba", reason="numba is in the extra `engine`")
 
-from finwhale.kernels import fused_numba
+from finwhale.kernels import fused_numba, paged_numba
 from finwhale.kernels.paged_numba import paged_attention, paged_index_scores
 
 # Of the row's scale; sums of another order differ by rounding alone.
@@ -363,3 +363,19 @@ def test_every_code_and_scale_is_decoded_as_the_references_do():
         case = q, window[:0], window, window_index, entry, entry_index, silent
         case = (case[0], window, *case[2:])
         assert torch.equal(paged_attention(*case), paged_attention_ref(*case))
+
+
+@pytest.mark.parametrize("storage", ["fp4", "bf16", "fp32"])
+def test_rows_decoded_once_for_many_queries_give_the_same_bits(storage, monkeypatch):
+    case = attention_case(23, heads=3, width=40, chosen=30, storage=storage)
+    decoded = []
+    plain = paged_numba._decode
+    monkeypatch.setattr(paged_numba, "_decode", lambda *args: decoded.append(plain(*args)))
+    once = paged_attention(*case)
+    assert decoded
+    for name, value in (("_MIN_DECODE_ONCE", 1 << 30), ("_DECODED_BYTES", 0)):
+        with monkeypatch.context() as patch:
+            patch.setattr(paged_numba, name, value)
+            assert torch.equal(paged_attention(*case), once)
+    assert len(decoded) == 1
+    assert_rows_close(once, paged_attention_ref(*case))
