@@ -10,6 +10,7 @@ Source: shared bit rules are in docs/engine.md.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -109,9 +110,7 @@ def _collapse(streams: Tensor, pre: Tensor) -> Tensor:
 
 def numba_missing() -> str | None:
     """Return why the compiled kernels cannot be used, or None."""
-    try:
-        import numba  # noqa: F401
-    except ImportError:
+    if importlib.util.find_spec("numba") is None:
         return "numba is not installed; pip install 'finwhale[engine]'"
     return None
 
