@@ -50,10 +50,12 @@ demo: $(VENV)/.with-demo
 	$(BIN)/finwhale demo --resume $(ARGS)
 
 test: $(VENV)/.with-test
+	$(BIN)/python -m tests.compile_kernels
 	$(BIN)/python -m $(PYTEST) -n 2 --timeout 60 -m "not slow and not gpu and not oracle_env" $(ARGS)
 
 # Slow tests train and save whole models, so their limit is ten minutes each.
 test-full: $(VENV)/.with-test
+	$(BIN)/python -m tests.compile_kernels
 	$(BIN)/python -m $(PYTEST) -n 2 --timeout 600 -m "not gpu and not oracle_env" $(ARGS)
 
 check: $(VENV)/.with-dev
@@ -67,10 +69,11 @@ golden: $(VENV)/.with-test
 	$(BIN)/python tests/golden/write_help_texts.py
 	PYTHON=$(abspath $(BIN)/python) bash tests/oracles/regenerate.sh
 
-bench: $(VENV)/.with-demo
-	@set -e; found=0; for script in bench/*.py; do \
-	  [ -e "$$script" ] || continue; found=1; $(BIN)/python "$$script" $(ARGS); done; \
-	[ $$found -eq 1 ] || echo "bench/ holds no scripts yet"
+# What a CPU tells in minutes; bench/README.md has the rest.
+bench: $(VENV)/.with-test
+	$(BIN)/python bench/decode.py
+	$(BIN)/python bench/engine.py --preset nano --parts concurrency first
+	$(BIN)/python bench/engine_memory.py
 
 format: $(VENV)/.with-dev
 	$(BIN)/ruff check --fix --select I .
