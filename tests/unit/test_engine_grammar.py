@@ -5,8 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-pytest.importorskip("llguidance")
-
 from finwhale.config import preset
 from finwhale.engine import Engine, EngineConfig, SamplingParams
 from finwhale.model import Numerics
@@ -37,8 +35,7 @@ def tokenizer(tmp_path_factory) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def model():
-    config = preset("unit")
-    return build(replace(config, text_config=replace(config.text_config)), Numerics())
+    return build(preset("unit"), Numerics())
 
 
 def served(model, tokenizer, requests, **options):

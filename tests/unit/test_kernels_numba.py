@@ -15,15 +15,12 @@ from finwhale.cache.paged_reads import (
     paged_attention_ref,
     paged_index_scores_ref,
 )
+from finwhale.kernels import fused_numba, paged_numba
+from finwhale.kernels.paged_numba import paged_attention, paged_index_scores
 from finwhale.kernels.select import KernelError
 from finwhale.ops import engram, moe, norm, rope
 from finwhale.ops import hyper_connection as hyper
 from tests.unit.test_paged_reads import attention_case, score_case
-
-pytest.importorskip("numba", reason="numba is in the extra `engine`")
-
-from finwhale.kernels import fused_numba, paged_numba
-from finwhale.kernels.paged_numba import paged_attention, paged_index_scores
 
 # Of the row's scale; sums of another order differ by rounding alone.
 CLOSE = 2e-6
