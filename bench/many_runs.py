@@ -18,6 +18,7 @@ import multiprocessing
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -142,10 +143,12 @@ def train_all(
     check_rows: int | None,
     last_rows: int | None = None,
     limit_s: float,
+    enough: Callable[[list[Lane]], bool] | None = None,
 ) -> None:
     """Run every lane to the end of its schedule, or to the limit of seconds.
 
-    Every `check` steps the first `check_rows` validation rows are scored, at the end `last_rows`.
+    Every `check` steps the first `check_rows` validation rows are scored, at the end `last_rows`;
+    `enough` then says whether to stop early.
     """
     # The models were made on the default stream and train on others.
     torch.cuda.synchronize()
@@ -170,6 +173,8 @@ def train_all(
             ]
             now = time.time() - started
             print(f"{now:.0f} s, step {step + 1}: {rate:,.0f} tokens/s in all; {shown}", flush=True)
+            if enough is not None and enough(live):
+                return
         if is_last:
             return
 

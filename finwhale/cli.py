@@ -298,11 +298,14 @@ class Pretrain:
         from finwhale.train.progress import closing_rows
 
         result = train(run, self.out, recipe=self.recipe, resume=self.resume)
-        folder = self.out / "checkpoint"
-        saved = save_checkpoint(
-            result.model, folder, tokenizer_file=result.data.tokenizer_file, overwrite=True
-        )
-        print(f"wrote {folder}: {saved.num_tensors} tensors, {saved.payload_bytes} bytes")
+        if run.baseline == "dense":
+            print("no checkpoint: a dense baseline has no released layout; its state is kept")
+        else:
+            folder = self.out / "checkpoint"
+            saved = save_checkpoint(
+                result.model, folder, tokenizer_file=result.data.tokenizer_file, overwrite=True
+            )
+            print(f"wrote {folder}: {saved.num_tensors} tensors, {saved.payload_bytes} bytes")
         rows = closing_rows(
             record.read_metrics(self.out),
             validation_bpb=result.validation_bpb,

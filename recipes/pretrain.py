@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from finwhale.config.presets import demo, nano, unit
-from finwhale.config.run import DataConfig, OptimConfig, RunConfig, ScheduleConfig
+from finwhale.config.run import DataConfig, IndexerConfig, OptimConfig, RunConfig, ScheduleConfig
 
 
 def demo_cpu() -> RunConfig:
@@ -14,6 +14,7 @@ def demo_cpu() -> RunConfig:
         # Few steps: routing biases must move ten times faster than the default to matter, and the
         # Sinkhorn update, whose RMS is 0.18 of the rate, wants a high rate.
         optim=OptimConfig(lr=8e-3, balance_rate=0.01),
+        indexer=IndexerConfig(form="explored"),
         schedule=ScheduleConfig(steps=260, warmup_steps=20, min_ratio=0.05),
         batch_rows=8,
         micro_batch_rows=8,
@@ -31,6 +32,7 @@ def nano_cpu() -> RunConfig:
         model=nano(),
         data=DataConfig(train_bytes=20_000_000, validation_bytes=200_000),
         optim=OptimConfig(lr=2e-3, balance_rate=0.003),
+        indexer=IndexerConfig(form="explored"),
         schedule=ScheduleConfig(steps=1500, warmup_steps=50, min_ratio=0.05),
         batch_rows=4,
         micro_batch_rows=4,
@@ -46,6 +48,7 @@ def unit_smoke() -> RunConfig:
         model=unit(),
         data=DataConfig(train_bytes=200_000, validation_bytes=6_000),
         optim=OptimConfig(lr=3e-3),
+        indexer=IndexerConfig(form="explored"),
         schedule=ScheduleConfig(steps=8, warmup_steps=2),
         batch_rows=4,
         micro_batch_rows=2,
@@ -69,6 +72,7 @@ def nano_gpu() -> RunConfig:
             validation_bytes=1_000_000,
         ),
         optim=OptimConfig(lr=2e-3, balance_rate=0.003),
+        indexer=IndexerConfig(form="explored"),
         schedule=ScheduleConfig(steps=1000, warmup_steps=50, min_ratio=0.1, shape="report"),
         batch_rows=16,
         micro_batch_rows=16,

@@ -203,8 +203,11 @@ def last_global_kv_layer(config: TextConfig) -> int:
     """Return the last layer whose input every prompt token must reach.
 
     Above it nothing is appended to global KV. With `ced_kv_from = encoder_output` that is the
-    encoder-decoder cut, whatever Full layers the decoder has.
+    encoder-decoder cut, whatever Full layers the decoder has. A model of windows alone appends
+    nothing: -1, below its first layer.
     """
+    if not config.kv_source_layer_ids:
+        return -1
     if config.ced_kv_from == "encoder_output":
         return config.candidate_source_layer_id
     return max(config.kv_source_layer_ids)

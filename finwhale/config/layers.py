@@ -100,7 +100,15 @@ def build_layer_specs(config: TextConfig) -> tuple[LayerSpec, ...]:
         raise ConfigError(
             f"text_config.index_source_layer_ids: lacks {missing}; every KV source is one"
         )
-    if cut not in kv_ids:
+    is_windowed = not (kv_ids or index_ids or any(config.compress_ratios))
+    if is_windowed:
+        # Nothing global anywhere: the cut only tells the halves apart.
+        if not 0 <= cut < num_layers:
+            raise ConfigError(
+                f"text_config.candidate_source_layer_id: got {cut}, expected a layer id below "
+                f"num_hidden_layers = {num_layers}"
+            )
+    elif cut not in kv_ids:
         raise ConfigError(
             f"text_config.candidate_source_layer_id: got {cut}, expected one of the "
             f"kv_source_layer_ids {list(kv_ids)} (the pool builder owns the keys it scores)"
@@ -150,7 +158,7 @@ def build_layer_specs(config: TextConfig) -> tuple[LayerSpec, ...]:
             owners = (kv_owner, topk_owner)
         # The pool holds entries of its builder, so only selections among those can use it (D05).
         searches = mode is AttentionMode.REINDEX and layer_id > cut and kv_owner == cut
-        builds = layer_id == cut
+        builds = layer_id == cut and not is_windowed
         specs.append(
             LayerSpec(
                 layer_id=layer_id,

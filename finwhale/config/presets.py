@@ -4,17 +4,19 @@
 embedding and head, four residual streams, at least 24 index heads (fewer tie at zero), every
 quantised width a multiple of 32. `mini` keeps the released kernel geometry (heads of 512 with
 64 rotary channels, index heads of 128, window, top-k and blocks of the same alignment), so
-that engines written for the release can load it; its geometry is fixed.
+that engines written for the release can load it; its geometry is fixed. `window_only` and
+`dense_shape` make what a model is compared with.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from finwhale.config.engram import engram_buckets
-from finwhale.config.model import ModelConfig, RopeScaling, TextConfig
+from finwhale.config.model import ConfigError, ModelConfig, RopeScaling, TextConfig
 
 
 def _small_model(*, schedule: str, image_token_id: int, yarn_base: int, **text: Any) -> ModelConfig:
@@ -264,3 +266,89 @@ def with_compressed_vocab(config: ModelConfig, size: int) -> ModelConfig:
     return replace(
         config, text_config=replace(config.text_config, engram_compressed_vocab_size=size)
     )
+
+
+def window_only(config: ModelConfig) -> ModelConfig:
+    """Return `config` with a window in every layer and nothing global: the first baseline.
+
+    Engram, experts, residual streams and all widths stay; compressors and indexers are gone. Every
+    layer has window rotary positions (`rope_theta`, no YaRN), as the window layers of the release.
+    A token then reaches back at most num_hidden_layers * (sliding_window - 1) tokens.
+    """
+    text = config.text_config
+    return replace(
+        config,
+        text_config=replace(
+            text,
+            compress_ratios=(0,) * len(text.compress_ratios),
+            kv_source_layer_ids=(),
+            index_source_layer_ids=(),
+        ),
+    )
+
+
+# Channels of one head of the dense baseline.
+DENSE_HEAD_DIM = 64
+# Feed-forward widths of the dense baseline are multiples of it, for the matrix units of a GPU.
+_DENSE_STEP = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DenseShape:
+    """The sizes of a plain dense transformer: pre-norm, full attention, SwiGLU, untied head."""
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    intermediate_size: int
+
+    @property
+    def num_attention_heads(self) -> int:
+        return self.hidden_size // DENSE_HEAD_DIM
+
+    @property
+    def activated_parameters(self) -> int:
+        """Parameters one token meets, counted as `Accounting.activated_decode`: head, no embedding.
+
+        V C + C + L (4 C^2 + 3 C F + 2 C)
+        """
+        c = self.hidden_size
+        layer = 4 * c * c + 3 * c * self.intermediate_size + 2 * c
+        return self.vocab_size * c + c + self.num_hidden_layers * layer
+
+
+def dense_shape(config: ModelConfig) -> DenseShape:
+    """Return the dense transformer whose active parameters are within 2 % of those of `config`.
+
+    Its width is that of `config`, up to a whole number of heads. Among the depths that meet the
+    budget it has the one whose feed-forward width is nearest to 8/3 of the width, which makes a
+    SwiGLU as large as the usual two matrices of four times the width.
+
+    Raises ConfigError if no depth does.
+    """
+    from finwhale.config.accounting import account
+
+    text = config.text_config
+    budget = sum(account(config).activated_decode.values())
+    width = -(-text.hidden_size // DENSE_HEAD_DIM) * DENSE_HEAD_DIM
+    found: list[tuple[float, DenseShape]] = []
+    for layers in range(1, 4 * text.num_hidden_layers):
+        empty = DenseShape(
+            vocab_size=text.vocab_size,
+            hidden_size=width,
+            num_hidden_layers=layers,
+            intermediate_size=0,
+        )
+        per_column = 3 * width * layers
+        columns = (budget - empty.activated_parameters) / per_column
+        shape = replace(empty, intermediate_size=round(columns / _DENSE_STEP) * _DENSE_STEP)
+        if shape.intermediate_size <= 0:
+            break  # deeper ones have even less left
+        if abs(shape.activated_parameters - budget) <= 0.02 * budget:
+            found.append((abs(math.log(shape.intermediate_size * 3 / (8 * width))), shape))
+    if not found:
+        raise ConfigError(
+            f"hidden_size: got {text.hidden_size}; no dense transformer of width {width} has about "
+            f"{budget:,} active parameters; choose a narrower model or a smaller vocabulary"
+        )
+    return min(found, key=lambda pair: pair[0])[1]

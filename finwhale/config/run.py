@@ -48,6 +48,13 @@ class DataConfig:
     validation_bytes: int = 200_000
     # A tokenizer.json; None trains a byte-level BPE of the model's vocabulary on the corpus.
     tokenizer: str | None = None
+    # What is read beside tokenised shards, as NAME=SHARE of all tokens: a kind of generated
+    # documents (finwhale.data.mixture), or a folder of conversations.
+    mixture: tuple[str, ...] = ()
+    # Shortest generated document; the longest fills a row.
+    mixture_min_tokens: int = 128
+    # How often text may be read while a mixture fills the run.
+    max_epochs: float = 4.0
 
     def __post_init__(self) -> None:
         _require(bool(self.corpus), "data.corpus", self.corpus, "'stdlib' or a folder")
@@ -56,7 +63,8 @@ class DataConfig:
         for option in self.task_options:
             _require("=" in option, "data.task_options", option, "NAME=NUMBER")
         _require(self.task_seed >= 0, "data.task_seed", self.task_seed, "at least 0")
-        _require(self.task_rows > 0, "data.task_rows", self.task_rows, "above 0")
+        for name in ("task_rows", "mixture_min_tokens", "max_epochs"):
+            _require(getattr(self, name) > 0, f"data.{name}", getattr(self, name), "above 0")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,7 +119,7 @@ class IndexerConfig:
           `rows` query rows per packed row, the attention itself staying sparse.
     """
 
-    form: str = "explored"
+    form: str = "dense_warmup"
     # Random entries per query; 0: twice index_topk.
     explore: int = 0
     phase: float = 0.5
@@ -193,6 +201,11 @@ class RunConfig:
     indexer: IndexerConfig = field(default_factory=IndexerConfig)
     quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    # "none": the model itself. Otherwise what it is compared with, in the same loop: "window", the
+    # same with no attention beyond the window; "dense", a plain transformer of equal active size.
+    baseline: str = "none"
+    # Folder of an earlier run whose weights this one starts from, with a fresh optimiser.
+    init_from: str | None = None
     batch_rows: int = 8
     # Rows per forward pass; a step accumulates gradients over batch_rows / micro_batch_rows passes.
     micro_batch_rows: int = 8
@@ -220,6 +233,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         _one_of("device", self.device, ("cpu", "cuda"))
+        _one_of("baseline", self.baseline, ("none", "window", "dense"))
         _one_of("precision", self.precision, ("fp32", "bf16"))
         _require(self.seed < 1 << 31, "seed", self.seed, f"below {1 << 31}")
         has_muon = self.optim.scheme != "adamw" or self.indexer.form == "frozen"

@@ -37,7 +37,10 @@ class Example:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Alphabet:
-    """Disjoint roles of the ids of `vocab`: 5 markers, then keys, values and fillers in thirds."""
+    """Disjoint roles of the ids of `vocab`: 5 markers, then keys, values and fillers in thirds.
+
+    text  ids of real text, pieces of which stand where fillers would; it may hold any id
+    """
 
     query: int
     fact: int
@@ -47,10 +50,13 @@ class Alphabet:
     keys: range
     values: range
     fillers: range
+    text: np.ndarray | None = None
 
 
-def alphabet(vocab: range) -> Alphabet:
-    """Return the roles of the ids of a contiguous range of at least 64."""
+def alphabet(vocab: range | Alphabet) -> Alphabet:
+    """Return the roles of the ids of a contiguous range of at least 64, or those given."""
+    if isinstance(vocab, Alphabet):
+        return vocab
     if vocab.step != 1 or len(vocab) < MIN_VOCAB:
         raise TaskError(f"vocab: got {vocab}, expected at least {MIN_VOCAB} consecutive ids")
     query, fact, copy, assign, same = vocab[:NUM_MARKERS]
@@ -75,7 +81,18 @@ def _draw(rng: np.random.Generator, ids: range, count: int, field: str) -> list[
     return [ids[int(i)] for i in rng.choice(len(ids), size=count, replace=False)]
 
 
-def _fill(rng: np.random.Generator, ids: range, count: int) -> list[int]:
+def _fill(rng: np.random.Generator, roles: Alphabet, count: int) -> list[int]:
+    """Return `count` fillers drawn with replacement, or a piece of the text."""
+    if roles.text is None:
+        ids = roles.fillers
+        return [ids[int(i)] for i in rng.integers(len(ids), size=count)]
+    if count > len(roles.text):
+        raise TaskError(f"text: got {len(roles.text)} ids, expected at least {count}")
+    start = int(rng.integers(len(roles.text) - count + 1))
+    return roles.text[start : start + count].tolist()
+
+
+def _values(rng: np.random.Generator, ids: range, count: int) -> list[int]:
     """Return `count` ids drawn with replacement."""
     return [ids[int(i)] for i in rng.integers(len(ids), size=count)]
 
@@ -108,7 +125,7 @@ def associative_recall(
     rng: np.random.Generator,
     *,
     length: int,
-    vocab: range,
+    vocab: range | Alphabet,
     num_pairs: int = 8,
     num_queries: int = 4,
     window: int = 0,
@@ -135,7 +152,7 @@ def associative_recall(
     pairs = list(zip(keys, values, strict=True))
     asked = _pick(rng, pairs, num_queries, "num_queries")
     room = _room(length, 2 * num_pairs + 3 * num_queries, window)
-    filler = _fill(rng, roles.fillers, room)
+    filler = _fill(rng, roles, room)
     places = [0] * num_pairs
     if scattered:
         places = rng.integers(0, room - window + 1, size=num_pairs).tolist()
@@ -148,7 +165,7 @@ def repeated_recall(
     rng: np.random.Generator,
     *,
     length: int,
-    vocab: range,
+    vocab: range | Alphabet,
     num_keys: int = 24,
     window: int = 8,
 ) -> Example:
@@ -185,7 +202,7 @@ def needle(
     rng: np.random.Generator,
     *,
     length: int,
-    vocab: range,
+    vocab: range | Alphabet,
     depth: float = 0.5,
     num_values: int = 1,
     num_distractors: int = 3,
@@ -211,7 +228,7 @@ def needle(
     ]
     room = _room(length, num_facts * (2 + num_values) + 2 + num_values)
     places = [round(depth * room), *rng.integers(0, room + 1, size=num_distractors).tolist()]
-    body = _with_inserted(_fill(rng, roles.fillers, room), facts, places)
+    body = _with_inserted(_fill(rng, roles, room), facts, places)
     parts = [(body, False), ([roles.query, keys[0]], False), (facts[0][2:], True)]
     return _example("needle", parts, 1 / num_facts)
 
@@ -229,7 +246,12 @@ def _with_inserted(
 
 
 def long_copy(
-    rng: np.random.Generator, *, length: int, vocab: range, span: int = 32, window: int = 0
+    rng: np.random.Generator,
+    *,
+    length: int,
+    vocab: range | Alphabet,
+    span: int = 32,
+    window: int = 0,
 ) -> Example:
     """Return FACT span, fillers, then COPY *span*; the copy is more than `window` after it.
 
@@ -238,11 +260,11 @@ def long_copy(
     if span < 1:
         raise TaskError(f"span: got {span}, expected at least 1")
     roles = alphabet(vocab)
-    tokens = _fill(rng, roles.values, span)
+    tokens = _values(rng, roles.values, span)
     room = _room(length, 2 + 2 * span, window)
     parts = [
         ([roles.fact, *tokens], False),
-        (_fill(rng, roles.fillers, room), False),
+        (_fill(rng, roles, room), False),
         ([roles.copy], False),
         (tokens, True),
     ]
@@ -250,7 +272,12 @@ def long_copy(
 
 
 def variable_tracking(
-    rng: np.random.Generator, *, length: int, vocab: range, hops: int = 2, num_chains: int = 4
+    rng: np.random.Generator,
+    *,
+    length: int,
+    vocab: range | Alphabet,
+    hops: int = 2,
+    num_chains: int = 4,
 ) -> Example:
     """Return chains of assignments in fillers; the question is the end of one chain.
 
@@ -276,12 +303,12 @@ def variable_tracking(
         statements.append([roles.same if step else roles.assign, name, before])
     room = _room(length, 3 * num_statements + 3)
     places = sorted(rng.integers(0, room + 1, size=num_statements).tolist())
-    body = _with_inserted(_fill(rng, roles.fillers, room), statements, places)
+    body = _with_inserted(_fill(rng, roles, room), statements, places)
     parts = [(body, False), *_questions(roles.query, [(chains[0][hops], values[0])])]
     return _example("variable_tracking", parts, 1 / num_chains)
 
 
-def hidden_pairs(vocab: range, pairing_seed: int) -> tuple[tuple[int, int], ...]:
+def hidden_pairs(vocab: range | Alphabet, pairing_seed: int) -> tuple[tuple[int, int], ...]:
     """Return the fixed pairing of keys for `latent_needle`: each key is in at most one pair.
 
     The first of a pair occurs in facts, the second in questions; only `pairing_seed` links them.
@@ -296,7 +323,7 @@ def pairing(
     rng: np.random.Generator,
     *,
     length: int,
-    vocab: range,
+    vocab: range | Alphabet,
     num_pairs: int = 8,
     pairing_seed: int = 0,
 ) -> Example:
@@ -308,7 +335,7 @@ def pairing(
     roles = alphabet(vocab)
     chosen = _pick(rng, pairs, num_pairs, "num_pairs")
     parts: list[tuple[Sequence[int], bool]] = [
-        (_fill(rng, roles.fillers, _room(length, 3 * num_pairs)), False)
+        (_fill(rng, roles, _room(length, 3 * num_pairs)), False)
     ]
     for first, second in chosen:
         parts += [([roles.same, first], False), ([second], True)]
@@ -319,7 +346,7 @@ def latent_needle(
     rng: np.random.Generator,
     *,
     length: int,
-    vocab: range,
+    vocab: range | Alphabet,
     pairing_seed: int = 0,
     num_facts: int = 4,
     window: int = 0,
@@ -336,7 +363,7 @@ def latent_needle(
     facts = [[roles.fact, pair[0], value] for pair, value in zip(chosen, values, strict=True)]
     room = _room(length, 3 * num_facts + 3, window)
     places = rng.integers(0, room - window + 1, size=num_facts).tolist()
-    body = _with_inserted(_fill(rng, roles.fillers, room), facts, places)
+    body = _with_inserted(_fill(rng, roles, room), facts, places)
     asked = int(rng.integers(num_facts))
     parts = [(body, False), *_questions(roles.query, [(chosen[asked][1], values[asked])])]
     return _example("latent_needle", parts, 1 / num_facts)
@@ -346,7 +373,7 @@ def decoder_recall(
     rng: np.random.Generator,
     *,
     length: int,
-    vocab: range,
+    vocab: range | Alphabet,
     num_pairs: int = 8,
     num_links: int = 4,
     num_queries: int = 1,
@@ -379,7 +406,7 @@ def decoder_recall(
     room = _room(length, 3 * (num_pairs + num_links + num_queries), window)
     parts = [
         ([token for row in (*first, *second) for token in row], False),
-        (_fill(rng, roles.fillers, room), False),
+        (_fill(rng, roles, room), False),
         *_questions(roles.query, asked),
     ]
     return _example("decoder_recall", parts, 1 / num_links)

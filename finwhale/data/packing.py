@@ -45,8 +45,16 @@ class PackedRows:
         return 1 - self.num_targets / max(1, self.targets.size)
 
 
-def pack(documents: Sequence[Sequence[int]], *, sequence_length: int, pad_id: int) -> PackedRows:
+def pack(
+    documents: Sequence[Sequence[int]],
+    *,
+    sequence_length: int,
+    pad_id: int,
+    are_targets: Sequence[np.ndarray] | None = None,
+) -> PackedRows:
     """Return the documents packed into rows of `sequence_length` positions.
+
+    are_targets  per document [n] bool: which of its tokens are to be predicted; None: all
 
     Longest piece first, each into the fullest row that has room (best fit decreasing); equal
     choices go to the earliest, so the result depends on the documents alone. A document of
@@ -73,7 +81,7 @@ def pack(documents: Sequence[Sequence[int]], *, sequence_length: int, pad_id: in
         rows[row].append(piece)
         if room > length:
             bisect.insort(open_rows, (room - length, row))
-    return _fill(documents, rows, sequence_length, pad_id)
+    return _fill(documents, rows, sequence_length, pad_id, are_targets)
 
 
 def _fill(
@@ -81,6 +89,7 @@ def _fill(
     rows: list[list[tuple[int, int, int]]],
     sequence_length: int,
     pad_id: int,
+    are_targets: Sequence[np.ndarray] | None,
 ) -> PackedRows:
     inputs = np.full((len(rows), sequence_length), pad_id, dtype=np.int32)  # [R, T]
     targets = np.full((len(rows), sequence_length), NO_TARGET, dtype=np.int32)  # [R, T]
@@ -89,7 +98,12 @@ def _fill(
         at = 0
         for length, index, start in pieces:
             inputs[row, at : at + length] = arrays[index][start : start + length]
-            targets[row, at : at + length] = arrays[index][start + 1 : start + length + 1]
+            wanted = arrays[index][start + 1 : start + length + 1]
+            if are_targets is not None:
+                wanted = np.where(
+                    are_targets[index][start + 1 : start + length + 1], wanted, NO_TARGET
+                )
+            targets[row, at : at + length] = wanted
             at += length
     lengths = tuple(tuple(piece[0] for piece in pieces) for pieces in rows)
     return PackedRows(inputs=inputs, targets=targets, lengths=lengths)

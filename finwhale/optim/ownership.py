@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from finwhale.config.model import TextConfig
+from finwhale.config.presets import DENSE_HEAD_DIM
 from finwhale.model import Backbone
 
 SCHEMES = ("report", "adamw", "muon_adamw")
@@ -21,7 +22,8 @@ ROUTER_CHOICES = ("muon", "adamw")
 NORM_EPS = 1e-20
 # Matrices of one linear layer each, by the leaf module that holds `weight`.
 _LINEAR_LAYERS = frozenset(
-    "wq_a wq_b wkv wo_a wo_b w1 w2 w3 wgate gate wk weights_proj".split()  # gate: the router
+    # gate: the router; wq wk wv wo: the dense baseline's
+    "wq_a wq_b wkv wo_a wo_b w1 w2 w3 wgate gate wk weights_proj wq wv wo".split()
 )
 _MIXING_MATRICES = ("hc_attn_fn", "hc_ffn_fn")
 _SCALES = frozenset(
@@ -122,6 +124,8 @@ def rule_for(
             return decayed
         # wkv has one key head that all query heads share: it is whole.
         heads = {"wq_b": text_config.num_attention_heads, "wo_a": text_config.o_groups}
+        # The dense baseline's; an indexer's wk was decided above.
+        heads |= dict.fromkeys(("wq", "wk", "wv"), shape[0] // DENSE_HEAD_DIM)
         return Rule(optimizer="muon", heads=heads.get(owner, 1), weight_decay=weight_decay)
     raise OwnershipError(
         f"{name}: no rule for this name with shape {shape}; add one to finwhale/optim/ownership.py"

@@ -36,7 +36,8 @@ _WORDS = (
 )
 _FIRST_MARKERS = (*CORE_MARKERS, *CHAT_MARKERS, *GROUNDING_MARKERS)
 # Every byte needs an id of its own, so that any text can be encoded.
-MIN_VOCAB_SIZE = len(_FIRST_MARKERS) + 256 + 1
+NUM_FIRST_MARKERS = len(_FIRST_MARKERS)
+MIN_VOCAB_SIZE = NUM_FIRST_MARKERS + 256 + 1
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, out_file: str | Path) -> Path:

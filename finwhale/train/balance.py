@@ -26,7 +26,7 @@ class ExpertBalance:
     def __init__(self, model: Backbone, rate: float, *, loss_weight: float = 0.0) -> None:
         self._gates = model.gates()
         count = model.config.text_config.n_routed_experts
-        device = self._gates[0].bias.device
+        device = model.embed.weight.device  # a dense baseline has no gates
         self._loads = torch.zeros(len(self._gates), 2, count, device=device)  # [L, text/image, X]
         self._rate, self._loss_weight = rate, loss_weight
         self._live: Tensor | None = None
@@ -70,6 +70,8 @@ class ExpertBalance:
         Over-use is the load of the busiest expert over the mean load, the worst of all layers;
         1 is perfect balance. A kind of token that did not occur leaves its bias alone.
         """
+        if not self._gates:
+            return self._loads.new_ones(())
         with torch.no_grad():
             mean = self._loads.mean(-1, keepdim=True)
             share = torch.where(mean > 0, self._loads / mean.clamp_min(1e-9), 1.0)

@@ -17,13 +17,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from rich.console import Console
 
+from finwhale.baselines.dense_baseline import dense_baseline
 from finwhale.config.model import ModelConfig
+from finwhale.config.presets import window_only
 from finwhale.config.run import RunConfig
 from finwhale.data.baselines import Baseline
 from finwhale.data.batches import BatchOrder
@@ -37,7 +39,7 @@ from finwhale.train.events import Events
 from finwhale.train.loss import Batch
 from finwhale.train.progress import TrainingProgress
 from finwhale.train.run_data import RunData, prepare_data
-from finwhale.train.state import STATE_FILE, StateError, load_state, save_state
+from finwhale.train.state import STATE_FILE, StateError, load_state, load_weights, save_state
 from finwhale.train.step import StepMeasures, TrainStep
 
 # Losses whose median a new one is compared with.
@@ -101,21 +103,20 @@ def _checked_ops(run: RunConfig) -> Ops:
 
 
 def build_model(run: RunConfig, model_config: ModelConfig, token_map: torch.Tensor) -> Backbone:
-    """Return the run's freshly initialised model on its device.
+    """Return the run's freshly initialised model, or its baseline of `model_config`, on its device.
 
     Raises KernelError if the run's device or shapes are nothing for the kernels.
     """
     ops = _checked_ops(run)
-    model = Backbone(
-        model_config,
-        token_map=token_map,
-        numerics=Numerics(
-            cache_rounding=run.cache_rounding,
-            dtype=_DTYPES[run.precision],
-            weight_dtype=torch.float32,
-        ),
-        ops=ops,
+    numerics = Numerics(
+        cache_rounding=run.cache_rounding, dtype=_DTYPES[run.precision], weight_dtype=torch.float32
     )
+    if run.baseline == "dense":
+        # It offers what the loop uses of a Backbone, and is none.
+        model = cast(Backbone, dense_baseline(model_config, numerics=numerics, ops=ops))
+    else:
+        config = window_only(model_config) if run.baseline == "window" else model_config
+        model = Backbone(config, token_map=token_map, numerics=numerics, ops=ops)
     model.init_weights(run.seed)
     model.to_device(run.device)
     if run.device == "cuda":
@@ -201,6 +202,8 @@ class _Run:
             num_rows=self.data.train.num_rows, batch_rows=run.batch_rows, seed=run.seed
         )
         counters = load_state(out, self.model, self.optimizers)
+        if counters is None and run.init_from is not None:
+            load_weights(Path(run.init_from), self.model)
         self.training = TrainStep(run, self.model, self.optimizers)
         self.step = counters["step"] if counters else 0
         self.elapsed_before_s = counters["elapsed_s"] if counters else 0.0

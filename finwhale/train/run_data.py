@@ -1,8 +1,9 @@
 """Everything a run reads, from its DataConfig: packed rows, Engram map, baselines.
 
 One place builds it, so a resumed run, the demo and an evaluation read the same rows. Three
-sources: text (the standard library's or a folder), tokenised shards, and generated tasks, whose
-documents are one row each and whose targets are the answers alone.
+sources: text (the standard library's or a folder), tokenised shards, alone or in a mixture with
+generated documents and conversations, and generated tasks, whose documents are one row each and
+whose targets are the answers alone.
 """
 
 from __future__ import annotations
@@ -19,18 +20,29 @@ import numpy as np
 from finwhale.config.model import ConfigError, ModelConfig
 from finwhale.config.presets import with_compressed_vocab
 from finwhale.config.run import RunConfig
+from finwhale.conversations.shards import read_chat_shards
 from finwhale.data.baselines import Baseline, text_baselines
 from finwhale.data.long_tasks import TaskError, task_example, task_options
+from finwhale.data.mixture import (
+    MIN_MIXED_TOKENS,
+    Document,
+    generated,
+    repeated,
+    shares,
+    split_documents,
+)
 from finwhale.data.packing import NO_TARGET, PackedRows, pack
 from finwhale.data.shards import Shards, read_shards
 from finwhale.data.stdlib_corpus import Corpus, read_corpus
 from finwhale.text.engram_map import token_map
 from finwhale.text.tokenizer import Tokenizer
-from finwhale.text.train_tokenizer import train_tokenizer
+from finwhale.text.train_tokenizer import NUM_FIRST_MARKERS, train_tokenizer
 from finwhale.train.record import RUN_FILE
 
 _TASK = "task:"
 _ROWS_OF_ONE_PART = 1024
+# Ids of text that stand as filler in generated documents: enough never to matter, few to send.
+_FILLER_TOKENS = 2_000_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,10 +101,16 @@ def prepare_data(run: RunConfig, out: Path, *, map_parts: Callable = map) -> Run
     A tokenizer that the run does not name is trained on the training side and written to
     `out/tokenizer.json`; a run that is already recorded in `out` reads its own back.
     """
+    is_shards = run.data.corpus != "stdlib" and (Path(run.data.corpus) / "meta.json").exists()
+    if run.data.mixture and not is_shards:
+        raise ConfigError(
+            f"data.mixture: data.corpus is {run.data.corpus}, expected a folder of tokenised "
+            "shards (finwhale shards)"
+        )
     if run.data.corpus.startswith(_TASK):
         return _task_data(run, run.data.corpus.removeprefix(_TASK), map_parts)
-    if run.data.corpus != "stdlib" and (Path(run.data.corpus) / "meta.json").exists():
-        return _shard_data(run, Path(run.data.corpus))
+    if is_shards:
+        return _shard_data(run, Path(run.data.corpus), map_parts)
     if run.data.corpus != "stdlib" and (Path(run.data.corpus) / "corpus.json").exists():
         raise ConfigError(
             f"data.corpus: {run.data.corpus} holds what finwhale corpus wrote, expected shards; "
@@ -180,7 +198,7 @@ def _packed(run: RunConfig, documents: Sequence, tokenizer: Tokenizer) -> Packed
     return pack(documents, sequence_length=run.sequence_length, pad_id=tokenizer.pad_id)
 
 
-def _shard_data(run: RunConfig, folder: Path) -> RunData:
+def _shard_data(run: RunConfig, folder: Path, map_parts: Callable) -> RunData:
     if run.data.tokenizer is None:
         raise ConfigError(
             f"data.tokenizer: got None, expected the tokenizer.json that wrote {folder}"
@@ -197,10 +215,16 @@ def _shard_data(run: RunConfig, folder: Path) -> RunData:
     (train, train_bytes), (validation, validation_bytes) = sides.values()
     digest = hashlib.sha256((folder / "meta.json").read_bytes())
     digest.update(f"{run.data.train_bytes} {run.data.validation_bytes}".encode())
+    facts: dict[str, Any] = {}
+    if run.data.mixture:
+        packed, facts = _mixed(run, train, tokenizer, map_parts)
+        digest.update(packed.inputs.tobytes() + packed.targets.tobytes())
+    else:
+        packed = _packed(run, train, tokenizer)
     return RunData(
         model=model,
         token_map=ids,
-        train=_packed(run, train, tokenizer),
+        train=packed,
         validation=_packed(run, validation, tokenizer),
         train_bytes=train_bytes,
         validation_bytes=validation_bytes,
@@ -210,10 +234,60 @@ def _shard_data(run: RunConfig, folder: Path) -> RunData:
             "train_bytes": train_bytes,
             "validation_documents": len(validation),
             "validation_bytes": validation_bytes,
+            **facts,
         },
         tokenizer=tokenizer,
         tokenizer_file=file,
     )
+
+
+def _mixed(
+    run: RunConfig, text: list[np.ndarray], tokenizer: Tokenizer, map_parts: Callable
+) -> tuple[PackedRows, dict[str, Any]]:
+    """Return the rows of the whole run and the tokens of each part of the mixture."""
+    data, length = run.data, run.sequence_length
+    total = run.schedule.steps * run.batch_rows * length
+    try:
+        parts = shares(data.mixture)
+        documents = repeated(
+            [Document.of_text(ids) for ids in text],
+            tokens=round(total * (1 - sum(parts.values()))),
+            seed=run.seed,
+            max_epochs=data.max_epochs,
+        )
+        facts = {"text": sum(len(d.ids) for d in documents)}
+        filler = np.concatenate(text)[:_FILLER_TOKENS] if text else None
+        for number, (name, share) in enumerate(parts.items()):
+            if (Path(name) / "meta.json").exists():
+                own = [Document(ids=i, is_target=t) for i, t in read_chat_shards(name, "train")]
+                found = repeated(
+                    own, tokens=round(total * share), seed=run.seed, max_epochs=data.max_epochs
+                )
+            else:
+                found = generated(
+                    name,
+                    tokens=round(total * share),
+                    seed=(run.seed << 8) + number,
+                    # Behind the markers, before the image placeholder.
+                    vocab=range(NUM_FIRST_MARKERS, tokenizer.vocab_size - 1),
+                    bos_id=tokenizer.bos_id,
+                    lengths=(max(MIN_MIXED_TOKENS, data.mixture_min_tokens), length + 1),
+                    text=filler,
+                    map_parts=map_parts,
+                )
+            facts[name] = sum(len(d.ids) for d in found)
+            documents += found
+        pairs = list(split_documents(documents, length))
+    except TaskError as error:
+        raise ConfigError(str(error)) from None
+    ids: list[Any] = [document for document, _ in pairs]
+    packed = pack(
+        ids,
+        sequence_length=length,
+        pad_id=tokenizer.pad_id,
+        are_targets=[is_target for _, is_target in pairs],
+    )
+    return packed, {"mixture_tokens": facts}
 
 
 def _capped(shards: Shards, max_bytes: int) -> tuple[list[np.ndarray], int]:

@@ -80,21 +80,42 @@ def load_state(folder: Path, model: Backbone, optimizers: Optimizers) -> dict[st
     path = folder / STATE_FILE
     if not path.exists():
         return None
+    state = _read_state(path, "delete the folder to start again")
+    _load_weights(path, state, model)
+    try:
+        optimizers.load_state_dict(state["optimizer"])
+    except OptimizerError as error:
+        raise StateError(f"{path}: {error}") from None
+    return {key: state[key] for key in ("step", "metrics_bytes", "elapsed_s")}
+
+
+def load_weights(folder: Path, model: Backbone) -> int:
+    """Give `model` the weights of the run in `folder`; return how many steps made them.
+
+    Raises StateError if there is no state, or it is of a model of other shapes.
+    """
+    path = folder / STATE_FILE
+    if not path.exists():
+        raise StateError(f"init_from: {folder} holds no {STATE_FILE}; name the folder of a run")
+    state = _read_state(path, "name another run")
+    _load_weights(path, state, model)
+    return state["step"]
+
+
+def _read_state(path: Path, remedy: str) -> dict[str, Any]:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        remedy = "delete the folder to start again"
         raise StateError(f"{path}: not a readable training state ({error}); {remedy}") from None
     if state.get("format") != _FORMAT:
         raise StateError(f"{path}: format: got {state.get('format')!r}, expected {_FORMAT}")
+    return state
+
+
+def _load_weights(path: Path, state: dict[str, Any], model: Backbone) -> None:
     found, wanted = state["model"], model.state_dict()
     for name in sorted({*found, *wanted}):
         shapes = [tuple(s[name].shape) if name in s else None for s in (found, wanted)]
         if shapes[0] != shapes[1]:
             raise StateError(f"{path}: {name}: found {shapes[0]}, expected {shapes[1]}")
     model.load_state_dict(found)
-    try:
-        optimizers.load_state_dict(state["optimizer"])
-    except OptimizerError as error:
-        raise StateError(f"{path}: {error}") from None
-    return {key: state[key] for key in ("step", "metrics_bytes", "elapsed_s")}

@@ -90,7 +90,9 @@ class TrainStep:
             model, run.optim.balance_rate, loss_weight=run.optim.sequence_balance
         )
         self._captured = Captured(run.device == "cuda" and run.cuda_graph)
-        self._stored = StoredWeights(model) if run.quantization.start < 1 else None
+        # A dense baseline has no stored formats: it stays in full precision throughout.
+        is_stored = run.quantization.start < 1 and run.baseline != "dense"
+        self._stored = StoredWeights(model) if is_stored else None
         shape = (run.micro_batch_rows, run.sequence_length)
         self._inputs = _Inputs.empty(*shape, self.ratios, run.device)
         self._backbone = optimizers.parameters_of("backbone")

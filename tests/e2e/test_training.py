@@ -172,6 +172,18 @@ def test_killed_and_resumed_equals_uninterrupted(finished, library, tmp_path, li
     assert _same_weights(finished[1], resumed)
 
 
+def test_a_run_that_starts_from_another_goes_on_where_that_one_was(finished, library, tmp_path):
+    folder, before = finished
+    run = replace(smoke(library), init_from=str(folder))
+    run = replace(run, schedule=replace(run.schedule, steps=1, warmup_steps=1))
+    # At a rate of next to nothing only routing biases move, so both score alike; a fresh start not.
+    still = replace(run, optim=replace(run.optim, lr=1e-12))
+    after = _train(still, tmp_path / "next")
+    assert after.validation_bpb == pytest.approx(before.validation_bpb, abs=2e-3)
+    fresh = _train(replace(still, init_from=None), tmp_path / "fresh")
+    assert fresh.validation_bpb > before.validation_bpb + 0.05
+
+
 def test_a_finished_run_resumes_to_itself(finished, library):
     out, result = finished
     before = curve(read_metrics(out))

@@ -263,7 +263,8 @@ def test_schedule_never_asks_for_more_than_there_is():
             assert short.explore <= 3
             # A net of windows only has no entry at all.
             assert IndexSchedule.at(IndexerConfig(form=form), step, 10, 4, 0).topk == 0
-    assert IndexSchedule.at(IndexerConfig(explore=5), 0, 10, 4, 32).explore == 5
+    explored = IndexerConfig(form="explored", explore=5)
+    assert IndexSchedule.at(explored, 0, 10, 4, 32).explore == 5
 
 
 def test_annealing_goes_down_in_at_most_nine_sizes():

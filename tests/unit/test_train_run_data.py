@@ -198,3 +198,69 @@ def test_shards_of_another_tokenizer_are_refused(shard_folder, tmp_path):
     same_size = train_tokenizer([many], 512, tmp_path / "other.json")
     with pytest.raises(ShardError, match=r"tokenizer: got .*, expected .*; write the shards"):
         prepare_data(shard_run(folder, same_size), tmp_path)
+
+
+def mixed_run(folder, file, mixture, **more) -> RunConfig:
+    run = shard_run(folder, file, mixture=mixture, mixture_min_tokens=96, **more)
+    return replace(
+        run, sequence_length=128, schedule=replace(run.schedule, steps=20, warmup_steps=1)
+    )
+
+
+def test_a_mixture_fills_the_run_in_its_shares(shard_folder, tmp_path):
+    run = mixed_run(*shard_folder, ("needle=0.2", "repeated_recall=0.3"), max_epochs=50.0)
+    data = prepare_data(run, tmp_path)
+    total = 20 * 2 * 128
+    assert total <= data.train.num_rows * 128 < 1.3 * total
+    for name, share in (("text", 0.5), ("needle", 0.2), ("repeated_recall", 0.3)):
+        got = data.facts["mixture_tokens"][name]
+        assert share * total <= got < share * total + 300, name
+    alone = prepare_data(shard_run(*shard_folder), tmp_path)
+    # Validation is the text alone, in rows of this run.
+    assert data.validation.num_targets == alone.validation.num_targets
+    assert data.digest != alone.digest
+    again = prepare_data(run, tmp_path)
+    assert again.digest == data.digest
+    assert np.array_equal(again.train.inputs, data.train.inputs)
+    # Not every position is a target: documents answer, text predicts.
+    assert 0.4 < data.train.num_targets / data.train.targets.size < 0.9
+
+
+def test_conversations_come_with_their_own_targets(shard_folder, tmp_path, monkeypatch):
+    folder = tmp_path / "chat"
+    folder.mkdir()
+    (folder / "meta.json").write_text("{}")
+    ids, wanted = np.arange(30, 60), np.arange(30) >= 20
+    import finwhale.train.run_data as room
+
+    monkeypatch.setattr(room, "read_chat_shards", lambda name, side: [(ids, wanted)] * 40)
+    run = mixed_run(*shard_folder, (f"{folder}=0.5",), max_epochs=50.0)
+    data = prepare_data(run, tmp_path)
+    rows = data.train
+    places = [(r, t) for r in range(rows.num_rows) for t in np.flatnonzero(rows.inputs[r] == 30)]
+    starts = [(r, t) for r, t in places if rows.inputs[r, t : t + 5].tolist() == [*range(30, 35)]]
+    assert starts
+    for row, at in starts:
+        own = rows.targets[row, at : at + 29]
+        assert (own[:19] == NO_TARGET).all()
+        assert own[19:].tolist() == [*range(50, 60)]
+
+
+@pytest.mark.parametrize(
+    ("mixture", "more", "message"),
+    [
+        (("needle=0.5",), {"max_epochs": 1.0}, "at most 1 "),
+        (("no_kind=0.5",), {"max_epochs": 50.0}, "expected one of repeated_recall"),
+        (("needle",), {"max_epochs": 50.0}, "NAME=SHARE"),
+    ],
+)
+def test_wrong_mixtures_are_refused_by_field(shard_folder, tmp_path, mixture, more, message):
+    with pytest.raises(ConfigError, match=message):
+        prepare_data(mixed_run(*shard_folder, mixture, **more), tmp_path)
+
+
+def test_a_mixture_without_shards_is_refused(tmp_path):
+    run = task_run()
+    run = replace(run, data=replace(run.data, mixture=("needle=0.5",)))
+    with pytest.raises(ConfigError, match=r"data\.mixture: .* expected a folder of tokenised"):
+        prepare_data(run, tmp_path)

@@ -18,7 +18,7 @@ from finwhale.text.train_tokenizer import train_tokenizer
 from finwhale.train import state
 from finwhale.train.record import Metrics, RunFolderError, claim_folder, curve, read_metrics
 from finwhale.train.run_data import prepare_data
-from finwhale.train.state import StateError, load_state, save_state
+from finwhale.train.state import StateError, load_state, load_weights, save_state
 
 COUNTERS = {"step": 7, "metrics_bytes": 123, "elapsed_s": 4.5}
 
@@ -52,6 +52,19 @@ def test_state_restores_weights_and_optimisers(tmp_path, scheme):
     load_state(tmp_path, bare, other_optimizers)
     _step(bare, fresh_optimizers, 2)
     assert not torch.equal(bare.embed.weight, model.embed.weight)
+
+
+def test_a_run_starts_from_the_weights_of_another_and_nothing_else(tmp_path):
+    model, optimizers = _fresh(0, "report")
+    _step(model, optimizers, 1)
+    save_state(tmp_path, model, optimizers, **COUNTERS)
+    # Another scheme: only weights are read.
+    other, _ = _fresh(1, "adamw")
+    assert load_weights(tmp_path, other) == COUNTERS["step"]
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, other.state_dict()[name]), name
+    with pytest.raises(StateError, match=r"init_from: .* holds no state\.pt"):
+        load_weights(tmp_path / "nowhere", other)
 
 
 def test_state_of_other_optimisers_is_refused(tmp_path):

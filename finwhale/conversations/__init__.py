@@ -1,0 +1,1 @@
+"""Supervised conversations: problems with checked answers, whole dialogues, graders, shards."""

@@ -1,0 +1,105 @@
+"""The web application: paths to handlers, errors of paths, and the life of the service.
+
+It owns the table of routes and nothing of their bodies. A protocol adds its own with
+`create_application(service, routes=...)`, made by `finwhale.serve.exchange.endpoint`. It refuses
+cross-origin calls unless origins are named. A newcomer's mistake: running it in several processes;
+each would load a model and have a cache of its own. Source: spec/multimodal-serving.md D.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import BaseRoute, Route
+
+from finwhale.serve import metrics
+from finwhale.serve.errors import MethodNotAllowedError, NotFoundError, openai_body
+from finwhale.serve.exchange import ApiKeys, Exchange, Handler, endpoint, json_response
+from finwhale.serve.openai_api import chat_completions, completions, models, one_model
+from finwhale.serve.service import Service
+
+
+def create_application(
+    service: Service, keys: ApiKeys | None = None, *, routes: Sequence[BaseRoute] = ()
+) -> Starlette:
+    """Return the application; its start and end are those of the service's worker.
+
+    keys    who may ask; None lets everybody
+    routes  of other protocols and pages, behind the ones of this file
+    """
+    keys = keys or ApiKeys()
+
+    def route(path: str, handler: Handler, method: str) -> Route:
+        answer = endpoint(service, keys, handler, openai_body)
+        return Route(path, answer, methods=[method])
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        service.start()
+        try:
+            yield
+        finally:
+            # Connections are gone by now, so what still runs has no reader.
+            await asyncio.to_thread(service.close, grace_s=0.0)
+
+    async def health(_: Request) -> Response:
+        reason = service.worker.unavailable
+        fields = {"status": "ok"} if reason is None else {"status": "unavailable", "reason": reason}
+        return json_response(fields, status_code=200 if reason is None else 503)
+
+    async def figures(_: Exchange) -> Response:
+        return PlainTextResponse(
+            service.metrics.text(), headers={"content-type": metrics.CONTENT_TYPE}
+        )
+
+    # Some clients are given the address with /v1 and some without; the hosted service has both.
+    own: list[BaseRoute] = [Route("/health", health, methods=["GET"])]
+    own.append(route("/metrics", figures, "GET"))
+    for prefix in ("/v1", ""):
+        own += [
+            route(f"{prefix}/chat/completions", chat_completions, "POST"),
+            route(f"{prefix}/completions", completions, "POST"),
+            route(f"{prefix}/models", models, "GET"),
+            route(f"{prefix}/models/{{name:path}}", one_model, "GET"),
+        ]
+    origins = service.config.cors_origins
+    middleware = []
+    if origins:
+        middleware.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=list(origins),
+                allow_methods=["GET", "POST"],
+                allow_headers=["authorization", "content-type", "x-api-key"],
+            )
+        )
+    application = Starlette(
+        routes=[*own, *routes],
+        middleware=middleware,
+        lifespan=lifespan,
+        exception_handlers={404: _no_path, 405: _no_method},
+    )
+    # A client that was told another address would ask twice, and a body would travel twice.
+    application.router.redirect_slashes = False
+    return application
+
+
+async def _no_path(request: Request, _: Exception) -> Response:
+    error = NotFoundError(f"no path {str(request.scope['path'])[:200]!r}", code="not_found")
+    return json_response(openai_body(error), status_code=error.status)
+
+
+async def _no_method(request: Request, error: Exception) -> Response:
+    refused = MethodNotAllowedError(
+        f"method {request.method[:20]!r} is not one of this path", code="method_not_allowed"
+    )
+    headers = error.headers if isinstance(error, HTTPException) else None
+    return json_response(openai_body(refused), status_code=refused.status, headers=headers)

@@ -1,0 +1,150 @@
+"""`finwhale serve`: a checkpoint folder behind an HTTP server.
+
+Owns the arguments and their order of refusal: files that can be read in a moment come before the
+model, which may take minutes. Rooms are imported when the command runs, so that `finwhale --help`
+waits for none of them. The easy mistake: listening on every address without keys; that is refused.
+Source: spec/multimodal-serving.md section D.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+if TYPE_CHECKING:
+    from finwhale.config.server import ServerConfig
+
+
+_LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Serve:
+    """Serve a checkpoint to clients of the OpenAI protocol.
+
+    Paths: /v1/chat/completions, /v1/completions, /v1/models, /health, /metrics. Stop it with
+    Ctrl-C or SIGTERM; running answers get the grace time.
+
+    Example: finwhale serve runs/demo/checkpoint --port 8000
+    """
+
+    model: tyro.conf.Positional[Path]
+    """Checkpoint folder with config.json, weights and tokenizer.json."""
+    host: str = "127.0.0.1"
+    """Address to listen on; other than loopback needs --api-key-file."""
+    port: Annotated[int, tyro.conf.arg(metavar="N")] = 8000
+    """Port to listen on; 0 takes a free one."""
+    model_name: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
+    """Name that clients ask for; by default the folder's. `deepseek-flash` always works too."""
+    api_key_file: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Lines `KEY` or `KEY TENANT`. Tenants share no cached prefixes."""
+    num_blocks: Annotated[int, tyro.conf.arg(metavar="N")] = 1024
+    """Blocks of 64 tokens of the cache."""
+    max_sequences: Annotated[int, tyro.conf.arg(metavar="N")] = 16
+    """Sequences computed side by side."""
+    max_requests: Annotated[int, tyro.conf.arg(metavar="N")] = 256
+    """Choices queued or running; one more is refused."""
+    max_tokens: Annotated[int, tyro.conf.arg(metavar="N")] = 8192
+    """New tokens where a request names no limit."""
+    request_timeout_s: Annotated[float, tyro.conf.arg(metavar="S")] = 3600.0
+    """Time for a whole answer."""
+    shutdown_grace_s: Annotated[float, tyro.conf.arg(metavar="S")] = 10.0
+    """Time that running answers get at the end."""
+    deepseek_normalise: bool = False
+    """Sample as the hosted service forces it, whatever clients ask for."""
+    cors_origin: Annotated[tuple[str, ...], tyro.conf.arg(metavar="ORIGIN ...")] = ()
+    """Origins whose pages may call; none by default."""
+    debug: bool = False
+    """Show the traceback of an error, and how long the command took."""
+
+    def run(self) -> int:
+        """Load the model and serve until a stop signal."""
+        self._check()
+        from finwhale.serve.exchange import ApiKeys
+        from finwhale.text.tokenizer import Tokenizer
+
+        config = self._config()
+        keys = ApiKeys() if self.api_key_file is None else ApiKeys.from_file(self.api_key_file)
+        tokenizer = Tokenizer.from_file(self.model)
+
+        import uvicorn
+
+        from finwhale.checkpoint.load import load_model
+        from finwhale.config.engine import EngineConfig
+        from finwhale.engine.engine import Engine
+        from finwhale.model import Numerics
+        from finwhale.ops import FAST
+        from finwhale.serve.application import create_application
+        from finwhale.serve.service import Service
+        from finwhale.telemetry import get_logger
+
+        engine_config = EngineConfig(
+            num_blocks=self.num_blocks,
+            max_sequences=self.max_sequences,
+            max_batch_tokens=max(256, 2 * self.max_sequences),
+            max_waiting=self.max_requests,
+        )
+        loaded = load_model(self.model, numerics=Numerics(), ops=FAST)
+        digest = hashlib.sha256(tokenizer.raw.to_str().encode()).hexdigest()
+        engine = Engine(loaded.model, engine_config, tokenizer_digest=digest)
+        service = Service.of_engine(engine, tokenizer, config)
+        application = create_application(service, keys)
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        # Bound here, so that port 0 can be told and a taken port is one sentence.
+        listener = socket.create_server((self.host, self.port), family=family, backlog=2048)
+        server = uvicorn.Server(
+            uvicorn.Config(
+                application,
+                # Requests are logged by the service, with their tokens.
+                access_log=False,
+                log_level="info" if self.debug else "warning",
+                server_header=False,
+                timeout_graceful_shutdown=max(1, round(self.shutdown_grace_s)),
+            )
+        )
+        names = ", ".join(config.model_names)
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        port = listener.getsockname()[1]
+        get_logger("serve").info("serving %s on http://%s:%d", names, host, port)
+        server.run(sockets=[listener])
+        return 0
+
+    def _check(self) -> None:
+        """Refuse what can be refused before anything is read."""
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"--port: got {self.port}, expected 0 to 65535")
+        if self.api_key_file is None and not _is_loopback(self.host):
+            raise ValueError(
+                f"--host: got {self.host!r} without --api-key-file, expected a loopback address; "
+                "everyone in the network could ask"
+            )
+
+    def _config(self) -> ServerConfig:
+        from finwhale.config.server import ServerConfig
+
+        name = self.model_name or self.model.resolve().name
+        return ServerConfig(
+            model_names=tuple(dict.fromkeys((name, "deepseek-flash"))),
+            max_requests=self.max_requests,
+            max_tenant_requests=self.max_requests,
+            request_timeout_s=self.request_timeout_s,
+            shutdown_grace_s=self.shutdown_grace_s,
+            default_max_tokens=self.max_tokens,
+            deepseek_normalise=self.deepseek_normalise,
+            # Without keys, a browser's page must not reach it under another name either.
+            allowed_hosts=_LOOPBACK_NAMES if self.api_key_file is None else (),
+            cors_origins=self.cors_origin,
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

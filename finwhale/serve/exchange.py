@@ -1,0 +1,304 @@
+"""One HTTP exchange: who asks, a body within its limits, an answer or a stream, and its errors.
+
+What every protocol shares, so that a protocol's file holds its bodies alone. A handler takes an
+`Exchange` and returns a response; `endpoint` gives it a request id, checks the key and turns what
+it raises into the protocol's error body. It refuses bodies that do not call themselves JSON: a
+page of another origin could send any other kind without asking first. A newcomer's mistake:
+awaiting an answer without `while_connected`; nobody would notice that the client has left.
+Source: spec/multimodal-serving.md section D.2.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from finwhale.config import ConfigError
+from finwhale.config.server import ServerConfig
+from finwhale.serve.errors import (
+    ForbiddenError,
+    MediaTypeError,
+    ServeError,
+    SlowBodyError,
+    TooLargeError,
+    UnauthorizedError,
+    internal_error,
+)
+from finwhale.serve.service import Service, new_id
+from finwhale.telemetry import get_logger
+
+logger = get_logger("serve")
+
+KEEP_ALIVE = b": keep-alive\n\n"
+# No standard has a status for a client that left; it is for the log and reaches nobody.
+_CLIENT_LEFT = 499
+_Result = TypeVar("_Result")
+
+ErrorBody = Callable[[ServeError], Mapping[str, Any]]
+
+
+class ClientLeftError(Exception):
+    """The client closed the connection before its answer."""
+
+
+class ApiKeys:
+    """Keys that may ask, each with its tenant; without keys everybody may, as one tenant."""
+
+    def __init__(self, tenant_of_key: Mapping[str, str] | None = None) -> None:
+        """Keep digests alone, which also makes the look-up independent of how much matches."""
+        self._tenants = {_digest(key): name for key, name in (tenant_of_key or {}).items()}
+
+    @classmethod
+    def from_file(cls, path: Path) -> ApiKeys:
+        """Read lines `KEY` or `KEY TENANT`; keys without a tenant are tenants of their own."""
+        keys: dict[str, str] = {}
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            words = line.split()
+            if not words or words[0].startswith("#"):
+                continue
+            if len(words) > 2 or words[0] in keys:
+                want = "a new KEY, or KEY TENANT"
+                raise ConfigError(f"api_key_file: line {number}: expected {want}")
+            keys[words[0]] = words[1] if len(words) == 2 else f"key-{_digest(words[0])[:16]}"
+        if not keys:
+            raise ConfigError(f"api_key_file: {path} has no key; write one a line, or leave it out")
+        return cls(keys)
+
+    def tenant(self, request: Request) -> str:
+        """Return whose request it is; raise UnauthorizedError without a known key."""
+        if not self._tenants:
+            return ""
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer":
+            key = request.headers.get("x-api-key", "")
+        tenant = self._tenants.get(_digest(key.strip()))
+        if tenant is None:
+            raise UnauthorizedError(
+                "no valid API key; send Authorization: Bearer KEY", code="invalid_api_key"
+            )
+        return tenant
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exchange:
+    """A request with its id, its tenant and the service that answers it."""
+
+    request: Request
+    request_id: str
+    tenant: str
+    service: Service
+
+    @property
+    def config(self) -> ServerConfig:
+        """The server's settings."""
+        return self.service.config
+
+    async def body(self) -> bytes:
+        """Return the whole body; raise for one that is too long, too slow or not called JSON."""
+        kind = self.request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            raise MediaTypeError(
+                f"content-type: got {kind[:80]!r}, expected 'application/json'", code="media_type"
+            )
+        limit = self.config.max_body_bytes
+        too_large = TooLargeError(
+            f"body: longer than {limit} bytes; send less", code="body_too_large"
+        )
+        told = self.request.headers.get("content-length", "")
+        if told.isdigit() and int(told[:20]) > limit:
+            raise too_large
+        parts, size = [], 0
+        try:
+            async with asyncio.timeout(self.config.body_timeout_s):
+                async for part in self.request.stream():
+                    size += len(part)
+                    if size > limit:
+                        raise too_large
+                    parts.append(part)
+        except TimeoutError:
+            want = f"within {self.config.body_timeout_s:g} s"
+            raise SlowBodyError(f"body: expected whole {want}", code="slow_body") from None
+        except ClientDisconnect:
+            raise ClientLeftError from None
+        return b"".join(parts)
+
+    async def while_connected(self, answer: Coroutine[Any, Any, _Result]) -> _Result:
+        """Return what `answer` returns; if the client leaves first, cancel it and raise.
+
+        To be called after `body`, since it listens for the end of the connection.
+        """
+        task = asyncio.ensure_future(answer)
+        left = asyncio.ensure_future(_left(self.request.receive))
+        try:
+            await asyncio.wait({task, left}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise ClientLeftError
+            return task.result()
+        finally:
+            await _stop(left)
+            await _stop(task)
+
+
+Handler = Callable[[Exchange], Awaitable[Response]]
+
+
+def endpoint(
+    service: Service, keys: ApiKeys, handler: Handler, error_body: ErrorBody
+) -> Callable[[Request], Awaitable[Response]]:
+    """Return `handler` as a web endpoint: key, request id, and errors in the protocol's body."""
+
+    async def answer(request: Request) -> Response:
+        request_id = new_id("req-")
+        try:
+            _check_host(request, service.config)
+            tenant = keys.tenant(request)
+            exchange = Exchange(
+                request=request, request_id=request_id, tenant=tenant, service=service
+            )
+            response = await handler(exchange)
+        except ServeError as error:
+            service.metrics.count("refused_total", status=str(error.status))
+            # Not the message, which may quote what a user wrote.
+            note = {"request_id": request_id, "status": error.status, "code": error.code}
+            logger.info("refused %s", json.dumps({**note, "param": error.param}))
+            response = json_response(
+                error_body(error), status_code=error.status, headers=error.headers
+            )
+        except ClientLeftError:
+            response = Response(status_code=_CLIENT_LEFT)
+        except Exception:
+            logger.exception("request %s failed", request_id)
+            failed = internal_error(request_id)
+            service.metrics.count("refused_total", status=str(failed.status))
+            response = json_response(error_body(failed), status_code=failed.status)
+        response.headers["x-request-id"] = request_id
+        return response
+
+    return answer
+
+
+def _check_host(request: Request, config: ServerConfig) -> None:
+    """Refuse a page that made its own name point here, which makes it one origin with us."""
+    if not config.allowed_hosts:
+        return
+    try:
+        name = urlsplit(f"//{request.headers.get('host', '')}").hostname
+    except ValueError:
+        name = None
+    if name not in config.allowed_hosts:
+        want = f"one of {', '.join(config.allowed_hosts)}"
+        raise ForbiddenError(f"host: got {str(name)[:80]!r}, expected {want}", code="host")
+
+
+def json_response(
+    fields: Any, *, status_code: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
+    """Return a response of JSON."""
+    return Response(
+        msgspec.json.encode(fields),
+        status_code=status_code,
+        headers=dict(headers or {}),
+        media_type="application/json",
+    )
+
+
+class EventStream(Response):
+    """Server-sent events from an iterator of bytes, each a whole event.
+
+    The iterator is closed when the client leaves, at once and not at the next event, so what it
+    holds can let go; `on_close` is called in any case, also if it was never begun. A silence of
+    `keep_alive_s` seconds sends a comment. What the iterator raises becomes a last event, the
+    bytes of `error_event`, since the status has been sent.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        source: AsyncGenerator[bytes, None],
+        *,
+        keep_alive_s: float,
+        on_close: Callable[[], None],
+        error_event: Callable[[ServeError], bytes],
+    ) -> None:
+        """Send what `source` yields."""
+        super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no"})
+        # Its length is not known.
+        del self.headers["content-length"]
+        self._source, self._keep_alive_s, self._on_close = source, keep_alive_s, on_close
+        self._error_event = error_event
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send until the iterator ends or the client leaves."""
+        self._num_sent = 0
+        left = asyncio.ensure_future(_left(receive))
+        sending: asyncio.Future[None] | None = None
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            sending = asyncio.ensure_future(self._send_all(send))
+            while not (sending.done() or left.done()):
+                num_sent = self._num_sent
+                await asyncio.wait(
+                    {sending, left},
+                    timeout=self._keep_alive_s,
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+                is_silent = num_sent == self._num_sent
+                if is_silent and not (sending.done() or left.done()):
+                    await send(_body(KEEP_ALIVE))
+            if sending.done():
+                sending.result()
+                await send(_body(b"", is_last=True))
+        finally:
+            # First, since the waits below may be cut short at the server's end.
+            self._on_close()
+            await _stop(left)
+            if sending is not None:
+                await _stop(sending)
+            await self._source.aclose()
+
+    async def _send_all(self, send: Send) -> None:
+        try:
+            async for event in self._source:
+                await send(_body(event))
+                self._num_sent += 1
+        except ServeError as error:
+            await send(_body(self._error_event(error)))
+        except Exception:
+            request_id = self.headers.get("x-request-id", "")
+            logger.exception("stream of request %s failed", request_id)
+            await send(_body(self._error_event(internal_error(request_id))))
+
+
+def _body(event: bytes, *, is_last: bool = False) -> dict[str, Any]:
+    return {"type": "http.response.body", "body": event, "more_body": not is_last}
+
+
+async def _left(receive: Receive) -> None:
+    """Return when the client has left."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _stop(task: asyncio.Future[Any]) -> None:
+    """Cancel a task and wait until it has let go."""
+    task.cancel()
+    await asyncio.wait({task})
+    if not task.cancelled():
+        # Read, so that the loop does not report it as lost.
+        task.exception()
+
+
+def _digest(key: str) -> str:
+    return hashlib.sha256(key.encode("utf-8", errors="surrogateescape")).hexdigest()

@@ -1,0 +1,229 @@
+"""Tokens to events of one choice: what is told is what was written, each token once.
+
+Byte-level ids cut every marker, stop text and character in all places.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from finwhale.engine.request import RequestOutput, TokenResult
+from finwhale.serve.errors import EngineFailedError, TimeLimitError
+from finwhale.serve.generation import ChatReader, Generation, TextReader, Usage, told
+from finwhale.text.output_parser import OutputParser
+from finwhale.text.special_tokens import DSML, END_THINK
+from finwhale.text.tokenizer import Tokenizer
+from finwhale.text.train_tokenizer import MIN_VOCAB_SIZE, train_tokenizer
+from tests.scripted_engine import answer_ids
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory) -> Tokenizer:
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    # Some merges, so that a stop text can end inside a token.
+    return Tokenizer.from_file(train_tokenizer(["aab aab baab"] * 9, MIN_VOCAB_SIZE + 4, path))
+
+
+def read(reader, ids, reason="stop"):
+    """Content and told tokens, as a generation reads them."""
+    text, tokens = "", []
+    for number, token in enumerate(ids):
+        deltas, logprobs = reader.feed(TokenResult(token=token, logprob=-float(number)))
+        text += "".join(d.text for d in deltas if d.kind == "content")
+        tokens += logprobs
+        if reader.stop_text is not None:
+            reason = "stop"
+            break
+    deltas, logprobs, finish = reader.finish(reason)
+    text += "".join(d.text for d in deltas if d.kind == "content")
+    return text, [*tokens, *logprobs], finish
+
+
+def chat_reader(tokenizer, *, thinking=False, tools=False, stop=()):
+    parser = OutputParser(thinking=thinking, tools_declared=tools, stop=stop)
+    return ChatReader(tokenizer, parser, stop)
+
+
+@given(
+    text=st.text(alphabet="abü\n", max_size=12),
+    stops=st.lists(st.text("abü", min_size=1), max_size=3),
+)
+def test_a_completion_is_the_text_before_the_stop_text_that_is_complete_first(
+    tokenizer, text, stops
+):
+    ends = sorted({text.find(s) + len(s) for s in stops if s in text})
+    want = text
+    if ends:
+        whole = text[: ends[0]]
+        want = min((whole[: whole.find(s)] for s in stops if whole.endswith(s)), key=len)
+    got, _, _ = read(TextReader(tokenizer, stops), answer_ids(tokenizer, text))
+    first_ends = {s for s in stops if ends and text.find(s) + len(s) == ends[0]}
+    if len(first_ends) < 2:
+        assert got == want
+    else:
+        # Two stop texts end together: either is right, and nothing of the later text is told.
+        assert text.startswith(got)
+        assert len(got) < ends[0]
+
+
+@given(text=st.text(alphabet="abü ", max_size=12))
+def test_told_tokens_of_a_completion_are_all_tokens_and_their_bytes_the_text(tokenizer, text):
+    ids = answer_ids(tokenizer, text)
+    got, tokens, finish = read(TextReader(tokenizer, ()), ids)
+    assert (got, finish) == (text, "stop")
+    assert b"".join(t.token_bytes for t in tokens) == text.encode()
+    assert [t.logprob for t in tokens] == [-float(n) for n in range(len(ids) - 1)]
+
+
+def test_a_character_that_never_completes_is_told_as_replaced(tokenizer):
+    ids = answer_ids(tokenizer, "ü", end=False)[:1]
+    text, tokens, finish = read(TextReader(tokenizer, ()), ids, "length")
+    assert (text, finish) == ("\ufffd", "length")
+    assert tokens[0].token == "\\xc3"
+
+
+def test_a_chat_names_the_stop_text_that_ended_it(tokenizer):
+    reader = chat_reader(tokenizer, stop=("zz", "b"))
+    text, tokens, _ = read(reader, answer_ids(tokenizer, "\nab zz"))
+    assert (text, reader.stop_text) == ("a", "b")
+    assert b"".join(t.token_bytes for t in tokens).endswith(b"a")
+    # Newlines before the first text match nothing.
+    early = chat_reader(tokenizer, stop=("\n", "q"))
+    assert read(early, answer_ids(tokenizer, "\n\nxq"))[0] == "x"
+    assert early.stop_text == "q"
+
+
+def test_tokens_of_a_call_are_not_told_and_those_of_the_text_before_are(tokenizer):
+    ids = answer_ids(tokenizer, "xy", "\n\n<", DSML, " calls>\n<", DSML, ' invoke name="f">\n')
+    text, tokens, finish = read(chat_reader(tokenizer, tools=True), ids)
+    assert (text, finish) == ("xy", "tool_calls")
+    assert b"".join(t.token_bytes for t in tokens) == b"xy"
+
+
+def test_reasoning_tokens_are_told_as_reasoning_and_the_tag_not_at_all(tokenizer):
+    reader = chat_reader(tokenizer, thinking=True)
+    _, tokens, _ = read(reader, answer_ids(tokenizer, "xy", END_THINK, "z"))
+    assert [(t.kind, t.token) for t in tokens] == [
+        ("reasoning", "x"),
+        ("reasoning", "y"),
+        ("content", "z"),
+    ]
+    assert reader.num_reasoning_tokens == 2
+
+
+def test_an_alternative_that_the_tokenizer_does_not_know_is_empty_text(tokenizer):
+    result = TokenResult(token=3, logprob=-1.0, top=((tokenizer.vocab_size, -2.0),))
+    assert told(tokenizer, result, "content").top == (("", b"", -2.0),)
+
+
+def generation(tokenizer, messages, *, num_choices=1, stop=(), timeout_s=5.0, echo=None):
+    """A generation over messages that have come already, and the ids that it cancels."""
+    cancelled, waiting = [], asyncio.Queue()
+    for message in messages:
+        waiting.put_nowait(message)
+    made = Generation(
+        request_id="r",
+        tokenizer=tokenizer,
+        readers=[TextReader(tokenizer, stop) for _ in range(num_choices)],
+        usage=Usage(prompt_tokens=7),
+        messages=waiting,
+        cancel=cancelled.append,
+        timeout_s=timeout_s,
+        echo=echo,
+    )
+    return made, cancelled
+
+
+def output(tokenizer, text, index=0, **fields):
+    new = tuple(TokenResult(token=i) for i in answer_ids(tokenizer, text, end=False))
+    return RequestOutput(request_id="r", index=index, new=new, **fields)
+
+
+def test_choices_are_joined_and_a_stopped_one_says_nothing_more(tokenizer):
+    async def main():
+        made, cancelled = generation(
+            tokenizer,
+            [
+                "accepted",
+                output(tokenizer, "x", 0, num_cached_tokens=3),
+                output(tokenizer, "y", 1, num_cached_tokens=6),
+                output(tokenizer, "q", 0),
+                output(tokenizer, "x", 0, num_cached_tokens=5),
+                output(tokenizer, "x", 1, finish_reason="length"),
+            ],
+            num_choices=2,
+            stop=("q",),
+        )
+        results = await made.collect()
+        assert [(r.text, r.finish_reason, r.stop_text) for r in results] == [
+            ("x", "stop", "q"),
+            ("yx", "length", None),
+        ]
+        assert (made.usage.completion_tokens, made.usage.cached_tokens) == (4, 3)
+        assert made.usage.missed_tokens == 4
+        # The first choice still runs in the engine.
+        assert cancelled == ["r"]
+
+    asyncio.run(main())
+
+
+def test_an_error_of_the_engine_and_the_time_limit_are_raised(tokenizer):
+    async def main():
+        failed, cancelled = generation(tokenizer, ["accepted", EngineFailedError("x")])
+        with pytest.raises(EngineFailedError):
+            await failed.collect()
+        assert not cancelled
+        slow, cancelled = generation(tokenizer, ["accepted"], timeout_s=0.01)
+        with pytest.raises(TimeLimitError):
+            await slow.collect()
+        assert cancelled == ["r"]
+
+    asyncio.run(main())
+
+
+def test_closing_the_events_early_cancels(tokenizer):
+    async def main():
+        made, cancelled = generation(tokenizer, [output(tokenizer, "x"), output(tokenizer, "y")])
+        async with aclosing(made.events()) as events:
+            await anext(events)
+            assert not cancelled
+        assert cancelled == ["r"]
+
+    asyncio.run(main())
+
+
+def test_an_aborted_choice_keeps_its_text(tokenizer):
+    async def main():
+        ended = output(tokenizer, "", finish_reason="cancelled")
+        made, _ = generation(tokenizer, [output(tokenizer, "x"), ended])
+        result = (await made.collect())[0]
+        assert (result.text, result.finish_reason) == ("x", "aborted")
+
+    asyncio.run(main())
+
+
+def test_an_echo_stands_once_before_each_choice(tokenizer):
+    async def main():
+        prompt = answer_ids(tokenizer, "x", end=False)
+        scores = tuple(TokenResult(token=t, logprob=-0.5) for t in (0, *prompt))
+        made, _ = generation(
+            tokenizer,
+            [
+                RequestOutput(request_id="r", prompt_logprobs=scores),
+                output(tokenizer, "y", 0, finish_reason="stop"),
+                output(tokenizer, "z", 1, finish_reason="stop"),
+            ],
+            num_choices=2,
+            echo=prompt,
+        )
+        results = await made.collect()
+        assert [r.text for r in results] == ["xy", "xz"]
+        # The begin marker that the server added is not among the told tokens.
+        assert [[t.token for t in r.logprobs] for r in results] == [["x"], ["x"]]
+
+    asyncio.run(main())
