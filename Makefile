@@ -15,14 +15,16 @@ export OMP_NUM_THREADS = 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 export PYTHONHASHSEED = 0
 
-.PHONY: help demo test test-full check golden bench format clean
+.PHONY: help demo demo-train test test-full test-browser check golden bench format clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
 help:
-	@echo "make demo       train, save, load and talk to a small model (about five minutes, two cores)"
+	@echo "make demo       talk to the shipped model (under a minute on two cores, once installed)"
+	@echo "make demo-train train, save and load a small model (about five minutes, two cores)"
 	@echo "make test       the fast tests (at most eight minutes on two cores)"
 	@echo "make test-full  the slow ones as well"
+	@echo "make test-browser  the chat page in a headless Chromium"
 	@echo "make check      lint, format, types, import contracts, sizes"
 	@echo "make golden     regenerate stored answers; review the diff"
 	@echo "make bench      timings as JSON lines"
@@ -33,7 +35,13 @@ $(BIN)/python:
 	  { echo "finwhale needs Python 3.11 or newer; try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
+# Compiling is part of the installation: half a minute that the first demo would spend otherwise.
 $(VENV)/.with-demo: $(INPUTS) | $(BIN)/python
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[text,cli,chat,engine]"
+	$(BIN)/python -m tests.compile_kernels
+	@touch $@
+
+$(VENV)/.with-demo-train: $(INPUTS) | $(BIN)/python
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[text,cli]"
 	@touch $@
 
@@ -45,9 +53,12 @@ $(VENV)/.with-dev: $(INPUTS) | $(BIN)/python
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[text,cli,test,dev]"
 	@touch $@
 
-# An interrupted demo goes on where it stopped; "rm -r runs/demo" starts afresh.
 demo: $(VENV)/.with-demo
-	$(BIN)/finwhale demo --resume $(ARGS)
+	$(BIN)/finwhale demo $(ARGS)
+
+# An interrupted run goes on where it stopped; "rm -r runs/demo" starts afresh.
+demo-train: $(VENV)/.with-demo-train
+	$(BIN)/finwhale demo-train --resume $(ARGS)
 
 test: $(VENV)/.with-test
 	$(BIN)/python -m tests.compile_kernels
@@ -57,6 +68,11 @@ test: $(VENV)/.with-test
 test-full: $(VENV)/.with-test
 	$(BIN)/python -m tests.compile_kernels
 	$(BIN)/python -m $(PYTEST) -n 2 --timeout 600 -m "not gpu and not oracle_env" $(ARGS)
+
+# The chat page in a headless Chromium, which has to be installed already (docs/server.md).
+test-browser: $(VENV)/.with-test
+	$(BIN)/python -m pip install --quiet playwright
+	$(BIN)/python -m pytest tests/e2e/chat_page_in_browser.py --timeout 600 $(ARGS)
 
 check: $(VENV)/.with-dev
 	$(BIN)/ruff check .

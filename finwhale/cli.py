@@ -19,6 +19,9 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from finwhale import telemetry
+from finwhale.chat_ui.command import Chat
+from finwhale.chat_ui.serve_command import Serve
+from finwhale.evals.command import Evaluate
 
 PROG = "finwhale"
 _MARKERS = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes)
@@ -78,6 +81,16 @@ def _print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str
     cells = tuple(tuple(row) for row in rows)
     table = Table(title=title, columns=tuple(columns), rows=cells, num_left=left)
     write_rich([table]) if sys.stdout.isatty() else write_plain([table], sys.stdout)
+
+
+def _shipped_unless(model: Path | None) -> Path:
+    """Return `model`, or where the shipped one lies, as seen from the working folder."""
+    if model is not None:
+        return model
+    from finwhale.checkpoint.shipped import shipped_model
+
+    folder, here = shipped_model(), Path.cwd()
+    return folder.relative_to(here) if folder.is_relative_to(here) else folder
 
 
 def _print_step(text: str) -> None:
@@ -178,13 +191,13 @@ class Generate:
     The prompt runs through the encoder half, its last tokens through the decoder half as well; each
     new token is one step on the state. Ends with layer-tokens run, state in bytes and tokens/s.
 
-    Example: finwhale generate --model runs/demo/checkpoint --prompt "import os"
+    Example: finwhale generate --prompt "import os"
     """
 
-    model: Path
-    """Checkpoint folder with config.json, weights and tokenizer.json."""
     prompt: str
     """Text to continue."""
+    model: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    """Checkpoint folder with tokenizer.json; by default the shipped model."""
     max_new_tokens: int = 64
     """Stop after so many tokens, or at end-of-sentence."""
     temperature: float = 0.0
@@ -204,7 +217,8 @@ class Generate:
 
     def run(self) -> int:
         """Load, then print the continuation as it comes."""
-        _say(model=self.model, numerics=self.numerics, prefill=self.prefill, seed=self.seed)
+        folder = _shipped_unless(self.model)
+        _say(model=folder, numerics=self.numerics, prefill=self.prefill, seed=self.seed)
         from finwhale.cache.state_file import write_state
         from finwhale.checkpoint.load import load_model
         from finwhale.engine.generate import GenerationStats, check_sampling, generate
@@ -213,13 +227,13 @@ class Generate:
         from finwhale.text.tokenizer import Tokenizer
 
         # The cheap refusals come first: a tokenizer is read in a moment, a model may take minutes.
-        tokenizer = Tokenizer.from_file(self.model)
+        tokenizer = Tokenizer.from_file(folder)
         ids, stop_ids = [tokenizer.bos_id, *tokenizer.encode(self.prompt)], (tokenizer.eos_id,)
         check_sampling(len(ids), self.max_new_tokens, self.temperature, self.top_p)
         if self.state_file is not None and not self.state_file.absolute().parent.is_dir():
             raise ValueError(f"--state-file: no folder {self.state_file.absolute().parent}")
         numerics = Numerics.release() if self.numerics == "release" else Numerics()
-        loaded = load_model(self.model, numerics=numerics, ops=FAST)
+        loaded = load_model(folder, numerics=numerics, ops=FAST)
         _print_load(loaded)
         print(self.prompt, end="", flush=True)
         stream, stats = tokenizer.stream(skip_hidden=True), GenerationStats()
@@ -474,9 +488,34 @@ class TrainTokenizer:
 
 @dataclass(frozen=True, kw_only=True)
 class Demo:
-    """Train, save, load and talk to a model of about 1M parameters; about five minutes.
+    """Load the shipped model and let it write, answer and call tools; under a minute.
 
-    Example: finwhale demo --out runs/demo
+    Ends with what the context costs in memory, and the loss with mechanisms switched off. Without
+    numba (the extra engine) one sequence runs in plain torch; the very first run compiles kernels.
+
+    Example: finwhale demo --model models/finwhale-mini
+    """
+
+    model: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    """A checkpoint like the shipped one; by default the shipped model itself."""
+    debug: bool = False
+    """Show the traceback of an error, and how long the command took."""
+
+    def run(self) -> int:
+        """Run the demonstration."""
+        folder = _shipped_unless(self.model)
+        _say(model=folder)
+        from finwhale.demo import run_demo
+
+        run_demo(folder)
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoTrain:
+    """Train, save, load and continue with a model of about 1M parameters; about five minutes.
+
+    Example: finwhale demo-train --out runs/demo
     """
 
     out: Path = Path("runs/demo")
@@ -489,9 +528,9 @@ class Demo:
     def run(self) -> int:
         """Run the demonstration."""
         _say(out=self.out)
-        from finwhale.demo import run_demo
+        from finwhale.demo_train import run_training_demo
 
-        run_demo(self.out, resume=self.resume)
+        run_training_demo(self.out, resume=self.resume)
         return 0
 
 
@@ -503,7 +542,11 @@ COMMANDS: dict[str, Any] = {
     "corpus": Corpus,
     "train-tokenizer": TrainTokenizer,
     "shards": Shards,
+    "evaluate": Evaluate,
+    "serve": Serve,
+    "chat": Chat,
     "demo": Demo,
+    "demo-train": DemoTrain,
 }
 _DESCRIPTION = (
     "An open, exact, readable implementation of DeepSeek-V4.1-Flash. "
@@ -517,6 +560,11 @@ _EXTRAS = {
     "matplotlib": "cli",
     "llguidance": "grammar",
     "numba": "engine",
+    "deepseek_recipe": "chat",
+    "reasoning_gym": "conversations",
+    "starlette": "serve",
+    "uvicorn": "serve",
+    "msgspec": "serve",
 }
 
 

@@ -7,7 +7,7 @@ from finwhale.config.run import DataConfig, IndexerConfig, OptimConfig, RunConfi
 
 
 def demo_cpu() -> RunConfig:
-    """The run of `make demo`: about 1M parameters, about five minutes on one core."""
+    """The run of `make demo-train`: about 1M parameters, about five minutes on one core."""
     return RunConfig(
         model=demo(),
         data=DataConfig(train_bytes=6_000_000, validation_bytes=60_000),

@@ -105,7 +105,10 @@ class OptimConfig:
             _require(getattr(self, name) >= 0, f"optim.{name}", getattr(self, name), "at least 0")
 
 
-INDEXER_FORMS = ("frozen", "selected", "explored", "annealed", "dense_warmup", "sampled_rows")
+INDEXER_FORMS = (
+    "frozen", "selected", "explored", "annealed", "dense_warmup", "sampled_rows", "combined"
+)  # fmt: skip
+EXPLORING = ("explored", "combined")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,7 +119,8 @@ class IndexerConfig:
           gets `explore` random entries as well. "annealed": the selection shrinks geometrically
           from every entry to index_topk over the first `phase` of the steps. "dense_warmup": every
           entry for that phase, then "selected". "sampled_rows": over all visible entries of
-          `rows` query rows per packed row, the attention itself staying sparse.
+          `rows` query rows per packed row, the attention itself staying sparse. "combined":
+          "explored" and "sampled_rows" at once, the mean of their losses.
     """
 
     form: str = "dense_warmup"
@@ -138,7 +142,7 @@ class IndexerConfig:
         _require(0 < self.phase <= 1, "indexer.phase", self.phase, "above 0 and at most 1")
         for name in ("explore", "recall_every"):
             _require(getattr(self, name) >= 0, f"indexer.{name}", getattr(self, name), "at least 0")
-        idle = self.explore > 0 and self.form != "explored"
+        idle = self.explore > 0 and self.form not in EXPLORING
         _require(not idle, "indexer.explore", self.explore, f"0 in the form {self.form}")
         for name in ("rows", "recall_rows", "weight", "lr_scale"):
             _require(getattr(self, name) > 0, f"indexer.{name}", getattr(self, name), "above 0")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -21,10 +22,14 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from finwhale.serve import metrics
-from finwhale.serve.errors import MethodNotAllowedError, NotFoundError, openai_body
+from finwhale.serve.anthropic_api import anthropic_body, messages
+from finwhale.serve.errors import MethodNotAllowedError, NotFoundError, ServeError, openai_body
 from finwhale.serve.exchange import ApiKeys, Exchange, Handler, endpoint, json_response
 from finwhale.serve.openai_api import chat_completions, completions, models, one_model
+from finwhale.serve.responses_api import responses
 from finwhale.serve.service import Service
+
+_ANTHROPIC = "/anthropic"
 
 
 def create_application(
@@ -67,9 +72,17 @@ def create_application(
         own += [
             route(f"{prefix}/chat/completions", chat_completions, "POST"),
             route(f"{prefix}/completions", completions, "POST"),
+            route(f"{prefix}/responses", responses, "POST"),
             route(f"{prefix}/models", models, "GET"),
             route(f"{prefix}/models/{{name:path}}", one_model, "GET"),
         ]
+    own.append(
+        Route(
+            f"{_ANTHROPIC}/v1/messages",
+            endpoint(service, keys, messages, anthropic_body),
+            methods=["POST"],
+        )
+    )
     origins = service.config.cors_origins
     middleware = []
     if origins:
@@ -78,7 +91,7 @@ def create_application(
                 CORSMiddleware,
                 allow_origins=list(origins),
                 allow_methods=["GET", "POST"],
-                allow_headers=["authorization", "content-type", "x-api-key"],
+                allow_headers=["authorization", "content-type", "x-api-key", "anthropic-version"],
             )
         )
     application = Starlette(
@@ -93,8 +106,9 @@ def create_application(
 
 
 async def _no_path(request: Request, _: Exception) -> Response:
-    error = NotFoundError(f"no path {str(request.scope['path'])[:200]!r}", code="not_found")
-    return json_response(openai_body(error), status_code=error.status)
+    path = str(request.scope["path"])
+    error = NotFoundError(f"no path {path[:200]!r}", code="not_found")
+    return json_response(_body_of(path, error), status_code=error.status)
 
 
 async def _no_method(request: Request, error: Exception) -> Response:
@@ -102,4 +116,10 @@ async def _no_method(request: Request, error: Exception) -> Response:
         f"method {request.method[:20]!r} is not one of this path", code="method_not_allowed"
     )
     headers = error.headers if isinstance(error, HTTPException) else None
-    return json_response(openai_body(refused), status_code=refused.status, headers=headers)
+    body = _body_of(str(request.scope["path"]), refused)
+    return json_response(body, status_code=refused.status, headers=headers)
+
+
+def _body_of(path: str, error: ServeError) -> dict[str, Any]:
+    """Return the error in the protocol that the path belongs to."""
+    return anthropic_body(error) if path.startswith(f"{_ANTHROPIC}/") else openai_body(error)

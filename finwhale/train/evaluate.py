@@ -108,6 +108,7 @@ def index_recall(
         objective = IndexObjective(
             live=batch.targets != NO_TARGET,
             rows=sampled_rows(seed, batch.ids, sampled),
+            learns_selected=False,
             learns_rows=True,
         )
         with torch.no_grad():

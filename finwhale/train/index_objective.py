@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from finwhale.config import LayerSpec
-from finwhale.config.run import IndexerConfig
+from finwhale.config.run import EXPLORING, IndexerConfig
 from finwhale.ops.index import drawn_fractions
 
 
@@ -129,11 +129,13 @@ class IndexObjective:
 
     live         [B, T] bool positions that count
     rows         [B, R] int64 query rows for the full-row teacher; R = 0: none is made
-    learns_rows  the loss is over all visible entries of `rows` instead of over the selection
+    learns_selected  the loss is over the selection
+    learns_rows      the loss is over all visible entries of `rows`; with both, their mean
     """
 
     live: Tensor
     rows: Tensor
+    learns_selected: bool = True
     learns_rows: bool = False
     _groups: dict[int, _Group] = field(default_factory=dict)
 
@@ -141,7 +143,7 @@ class IndexObjective:
         self._groups[spec.layer_id] = _Group(scores=scores, topk=topk)
 
     def wants_mass(self, spec: LayerSpec) -> bool:
-        return spec.topk_owner is not None and not self.learns_rows
+        return spec.topk_owner is not None and self.learns_selected
 
     def attended(self, spec: LayerSpec, mass: Tensor | None, attention_inputs: tuple) -> None:
         if spec.topk_owner is None:
@@ -173,14 +175,17 @@ class IndexObjective:
         for owner, group in self._groups.items():
             if not group.scores.shape[-1]:
                 continue
+            sums = []
             if self.learns_rows:
                 per_row = row_divergence(self._row_scores(group), _summed(group.row_masses))
                 live = self.live.gather(1, self.rows)
-                found[owner] = (per_row * live).sum() * (self.live.shape[1] / self.rows.shape[1])
-            else:
+                scale = self.live.shape[1] / self.rows.shape[1]
+                sums.append((per_row * live).sum() * scale)
+            if self.learns_selected:
                 mass = _summed(group.masses)
                 per_token = selected_divergence(group.scores, mass, group.topk)
-                found[owner] = (per_token * self.live).sum()
+                sums.append((per_token * self.live).sum())
+            found[owner] = _summed(sums) / len(sums)
         return found
 
     def recalls(self, k: int) -> dict[int, tuple[Tensor, Tensor]]:
@@ -221,6 +226,7 @@ class IndexSchedule:
     explore: int
     learns: bool
     learns_rows: bool
+    learns_selected: bool
 
     @classmethod
     def at(
@@ -236,12 +242,13 @@ class IndexSchedule:
             k = max_entries
         if config.form == "annealed" and progress < 1:
             k = annealed_topk(progress, k, max_entries)
-        explore = (config.explore or 2 * index_topk) if config.form == "explored" else 0
+        explore = (config.explore or 2 * index_topk) if config.form in EXPLORING else 0
         return cls(
             topk=k,
             explore=min(explore, max_entries),
             learns=config.form != "frozen",
-            learns_rows=config.form == "sampled_rows",
+            learns_rows=config.form in ("sampled_rows", "combined"),
+            learns_selected=config.form not in ("sampled_rows", "frozen"),
         )
 
 

@@ -219,7 +219,12 @@ class TrainStep:
         rows = sampled_rows(inputs.seed, batch.ids, count, inputs.first_row)
         observer = None
         if index.learns:
-            observer = IndexObjective(live=live, rows=rows, learns_rows=index.learns_rows)
+            observer = IndexObjective(
+                live=live,
+                rows=rows,
+                learns_selected=index.learns_selected,
+                learns_rows=index.learns_rows,
+            )
         self.balance.watch(live)
         plan = self._plan(phase, observer)
         loss = loss_sum(self.model, batch, chunk_tokens=run.loss_chunk_tokens, plan=plan)

@@ -84,6 +84,29 @@ def test_generate_keeps_its_state_in_a_file(run_folder, tmp_path, capsys):
     assert f"--state-file: no folder {tmp_path / 'no'}" in capsys.readouterr().err
 
 
+def test_generate_takes_the_shipped_model_where_none_is_named(run_folder, monkeypatch, capsys):
+    # The variable puts another folder in its place, so that the test loads a model of 8 layers.
+    monkeypatch.setenv("FINWHALE_MINI", str(run_folder / "checkpoint"))
+    arguments = ["generate", "--prompt", "import os", "--max-new-tokens", "4"]
+    assert cli.main(arguments) == 0
+    default = capsys.readouterr().out
+    assert default.startswith(f"resolved: model {run_folder / 'checkpoint'}, ")
+    assert cli.main([*arguments, "--model", str(run_folder / "checkpoint")]) == 0
+    assert capsys.readouterr().out == default
+
+
+@pytest.mark.parametrize(
+    "arguments", [["generate", "--prompt", "a"], ["demo"]], ids=["generate", "demo"]
+)
+def test_missing_shipped_model_costs_one_sentence(arguments, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("FINWHALE_MINI", str(tmp_path / "no"))
+    assert cli.main(arguments) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"finwhale {arguments[0]}: {tmp_path / 'no'}: expected the shipped")
+    assert "FINWHALE_MINI" in error
+    assert error.count("\n") == 1
+
+
 def test_generate_in_release_numerics_runs(run_folder, capsys):
     arguments = ["generate", "--model", str(run_folder / "checkpoint"), "--prompt", "a"]
     assert cli.main([*arguments, "--max-new-tokens", "2", "--numerics", "release"]) == 0

@@ -18,7 +18,7 @@ PROGRAM = """
 import sys
 from pathlib import Path
 from finwhale import telemetry
-from finwhale.serve.command import Serve
+from finwhale.chat_ui.serve_command import Serve
 telemetry.configure()
 sys.exit(Serve(model=Path(sys.argv[1]), port=0, num_blocks=16, model_name="tiny").run())
 """

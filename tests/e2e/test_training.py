@@ -23,7 +23,7 @@ import torch
 from rich.console import Console
 
 from finwhale.config.run import QuantizationConfig, RunConfig
-from finwhale.demo import run_demo
+from finwhale.demo_train import run_training_demo
 from finwhale.train import loop
 from finwhale.train.loop import TrainingError, train
 from finwhale.train.record import RunFolderError, curve, read_metrics
@@ -359,9 +359,9 @@ def test_resumed_equals_uninterrupted_in_every_variant(library, tmp_path, name):
     assert _same_weights(straight, resumed)
 
 
-def test_demo_goes_from_text_to_a_loaded_checkpoint(library, tmp_path):
+def test_training_demo_goes_from_text_to_a_loaded_checkpoint(library, tmp_path):
     console = Console(file=io.StringIO(), width=1000)
-    report = run_demo(
+    report = run_training_demo(
         tmp_path, run=smoke(library), prompt="the ", max_new_tokens=5, console=console
     )
     shown = console.file.getvalue()

@@ -11,10 +11,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from starlette.requests import Request
 
+from finwhale.chat_ui.serve_command import Serve
 from finwhale.config import ConfigError
 from finwhale.config.server import ServerConfig
 from finwhale.engine.request import RequestOutput, TokenResult
-from finwhale.serve.command import Serve
 from finwhale.serve.errors import InvalidRequestError, ServeError, UnauthorizedError, openai_body
 from finwhale.serve.exchange import ApiKeys
 from finwhale.serve.metrics import Metrics

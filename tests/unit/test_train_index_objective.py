@@ -21,9 +21,13 @@ from tests.models import build, token_ids, unit_model
 NO_ROWS = torch.zeros(1, 0).long()
 
 
-def objective_of(tokens, rows=NO_ROWS, learns_rows=False) -> IndexObjective:
+def objective_of(tokens, rows=NO_ROWS, learns_rows=False, learns_selected=None) -> IndexObjective:
     live = torch.ones(1, tokens, dtype=torch.bool)
-    return IndexObjective(live=live, rows=rows, learns_rows=learns_rows)
+    if learns_selected is None:
+        learns_selected = not learns_rows
+    return IndexObjective(
+        live=live, rows=rows, learns_rows=learns_rows, learns_selected=learns_selected
+    )
 
 
 def passed(model, ids, **options):
@@ -50,6 +54,23 @@ def test_index_loss_teaches_all_of_the_indexer_and_nothing_else(learns_rows):
     assert list(losses) == [s.layer_id for s in model.specs if s.owns_topk]
     sum(losses.values()).backward()
     assert names_with_gradient(model) == indexer_names(model)
+
+
+def test_combined_loss_is_the_mean_of_its_two_halves():
+    model = unit_model()
+    ids, rows = token_ids(1, 40), torch.arange(0, 40, 3).unsqueeze(0)
+    found = {}
+    for name, halves in {"rows": (True, False), "set": (False, True), "both": (True, True)}.items():
+        with torch.no_grad():
+            _, objective = passed(
+                model, ids, rows=rows, learns_rows=halves[0], learns_selected=halves[1]
+            )
+            found[name] = {owner: float(loss) for owner, loss in objective.losses().items()}
+    for owner, both in found["both"].items():
+        halves = found["rows"][owner], found["set"][owner]
+        assert both == pytest.approx(sum(halves) / 2, rel=1e-6)
+        # Control: the halves are not one thing counted twice.
+        assert halves[0] != pytest.approx(halves[1], rel=1e-2)
 
 
 def test_language_model_loss_teaches_the_indexer_nothing():

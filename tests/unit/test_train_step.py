@@ -76,7 +76,7 @@ def optimizer_tensors(training) -> list[torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("form", ["explored", "annealed", "frozen", "sampled_rows"])
+@pytest.mark.parametrize("form", ["explored", "annealed", "frozen", "sampled_rows", "combined"])
 def test_parts_of_a_batch_add_up_to_the_whole(form):
     """Also the balance losses of report and bias: they are sums over rows and tokens."""
     # Gradients are not clipped, so that their sizes are compared too.
@@ -241,7 +241,9 @@ def test_replay_starts_lie_one_window_before_an_end_inside_the_document():
     assert (_replay_starts(batch, none, 0) > 40).all()
 
 
-@pytest.mark.parametrize("form", ["selected", "explored", "dense_warmup", "sampled_rows", "frozen"])
+@pytest.mark.parametrize(
+    "form", ["selected", "explored", "dense_warmup", "sampled_rows", "combined", "frozen"]
+)
 def test_every_form_takes_a_step_that_lowers_its_losses(form):
     """Many steps on one batch: the loss and, where it is taught, every indexer's loss fall."""
     run = run_of(form, optim=OptimConfig(scheme="adamw", lr=3e-3))

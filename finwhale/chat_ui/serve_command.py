@@ -26,16 +26,16 @@ _LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 
 @dataclass(frozen=True, kw_only=True)
 class Serve:
-    """Serve a checkpoint to clients of the OpenAI protocol.
+    """Serve a checkpoint to clients of the OpenAI and Anthropic protocols, and a chat page at /.
 
-    Paths: /v1/chat/completions, /v1/completions, /v1/models, /health, /metrics. Stop it with
-    Ctrl-C or SIGTERM; running answers get the grace time.
+    Paths: /v1/chat/completions, /v1/completions, /v1/responses, /v1/models, /health, /metrics,
+    /anthropic/v1/messages. Stop it with Ctrl-C or SIGTERM; running answers get the grace time.
 
-    Example: finwhale serve runs/demo/checkpoint --port 8000
+    Example: finwhale serve --port 8000
     """
 
-    model: tyro.conf.Positional[Path]
-    """Checkpoint folder with config.json, weights and tokenizer.json."""
+    model: tyro.conf.Positional[Path | None] = None
+    """Checkpoint folder with config.json, weights and tokenizer.json; the shipped one if absent."""
     host: str = "127.0.0.1"
     """Address to listen on; other than loopback needs --api-key-file."""
     port: Annotated[int, tyro.conf.arg(metavar="N")] = 8000
@@ -66,16 +66,21 @@ class Serve:
     def run(self) -> int:
         """Load the model and serve until a stop signal."""
         self._check()
+        from finwhale.checkpoint.shipped import shipped_model
         from finwhale.serve.exchange import ApiKeys
         from finwhale.text.tokenizer import Tokenizer
 
-        config = self._config()
+        folder = self.model or shipped_model()
+        config = self._config(folder)
         keys = ApiKeys() if self.api_key_file is None else ApiKeys.from_file(self.api_key_file)
-        tokenizer = Tokenizer.from_file(self.model)
+        tokenizer = Tokenizer.from_file(folder)
 
         import uvicorn
 
+        from finwhale.chat_ui.comparison import Comparison
+        from finwhale.chat_ui.page import page_routes
         from finwhale.checkpoint.load import load_model
+        from finwhale.config.accounting import kv_bytes_per_token
         from finwhale.config.engine import EngineConfig
         from finwhale.engine.engine import Engine
         from finwhale.model import Numerics
@@ -90,11 +95,17 @@ class Serve:
             max_batch_tokens=max(256, 2 * self.max_sequences),
             max_waiting=self.max_requests,
         )
-        loaded = load_model(self.model, numerics=Numerics(), ops=FAST)
+        loaded = load_model(folder, numerics=Numerics(), ops=FAST)
         digest = hashlib.sha256(tokenizer.raw.to_str().encode()).hexdigest()
         engine = Engine(loaded.model, engine_config, tokenizer_digest=digest)
         service = Service.of_engine(engine, tokenizer, config)
-        application = create_application(service, keys)
+        page = page_routes(
+            service,
+            keys,
+            bytes_per_token=kv_bytes_per_token(loaded.config.text_config),
+            comparison=Comparison(loaded.model, service.preparer),
+        )
+        application = create_application(service, keys, routes=page)
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         # Bound here, so that port 0 can be told and a taken port is one sentence.
         listener = socket.create_server((self.host, self.port), family=family, backlog=2048)
@@ -125,10 +136,10 @@ class Serve:
                 "everyone in the network could ask"
             )
 
-    def _config(self) -> ServerConfig:
+    def _config(self, folder: Path) -> ServerConfig:
         from finwhale.config.server import ServerConfig
 
-        name = self.model_name or self.model.resolve().name
+        name = self.model_name or folder.resolve().name
         return ServerConfig(
             model_names=tuple(dict.fromkeys((name, "deepseek-flash"))),
             max_requests=self.max_requests,

@@ -1,0 +1,1 @@
+"""What a person sees of a served model: a chat in the terminal and a chat page."""
