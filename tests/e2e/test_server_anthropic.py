@@ -20,7 +20,6 @@ from tests.scripted_engine import (
     WEATHER,
     World,
     answer_ids,
-    byte_tokenizer,
     running,
     scripted_service,
     until,
@@ -34,26 +33,6 @@ TOOL = {
     "description": "",
     "input_schema": WEATHER["function"]["parameters"],
 }
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-
-@pytest.fixture(scope="module")
-def shared(tokenizer):
-    world = World(tokenizer)
-    with running(world.service) as world.url:
-        yield world
-
-
-@pytest.fixture
-def world(shared):
-    shared.engine.step_s = 0.0
-    shared.engine.added.clear()
-    shared.engine.cancelled.clear()
-    return shared
 
 
 def client_of(url, key="unused"):

@@ -31,7 +31,6 @@ from tests.scripted_engine import (
     WEATHER,
     World,
     answer_ids,
-    byte_tokenizer,
     running,
     scripted_service,
     until,
@@ -58,26 +57,6 @@ SCHEMA = {
     "required": ["a"],
     "additionalProperties": False,
 }
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-
-@pytest.fixture(scope="module")
-def shared(tokenizer):
-    world = World(tokenizer)
-    with running(world.service) as world.url:
-        yield world
-
-
-@pytest.fixture
-def world(shared):
-    shared.engine.step_s = 0.0
-    shared.engine.added.clear()
-    shared.engine.cancelled.clear()
-    return shared
 
 
 def test_a_thinking_answer_has_reasoning_content_and_the_counts_of_its_tokens(world):

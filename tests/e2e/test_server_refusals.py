@@ -21,31 +21,10 @@ from tests.scripted_engine import (
     USER,
     WEATHER,
     World,
-    byte_tokenizer,
     running,
     scripted_service,
     until,
 )
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-
-@pytest.fixture(scope="module")
-def shared(tokenizer):
-    world = World(tokenizer)
-    with running(world.service) as world.url:
-        yield world
-
-
-@pytest.fixture
-def world(shared):
-    shared.engine.step_s = 0.0
-    shared.engine.added.clear()
-    shared.engine.cancelled.clear()
-    return shared
 
 
 def test_a_history_whose_argument_would_end_its_own_markup_is_refused(world):

@@ -14,30 +14,10 @@ import pytest
 
 from finwhale.text.special_tokens import END_THINK
 from tests.e2e.test_server_openai import CALL, SCHEMA
-from tests.scripted_engine import WEATHER, World, answer_ids, byte_tokenizer, running, until
+from tests.scripted_engine import WEATHER, answer_ids, until
 
 TOOL = {"type": "function", "strict": False, **WEATHER["function"]}
 OFF = {"effort": "none"}
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-
-@pytest.fixture(scope="module")
-def shared(tokenizer):
-    world = World(tokenizer)
-    with running(world.service) as world.url:
-        yield world
-
-
-@pytest.fixture
-def world(shared):
-    shared.engine.step_s = 0.0
-    shared.engine.added.clear()
-    shared.engine.cancelled.clear()
-    return shared
 
 
 def asked(**fields):
