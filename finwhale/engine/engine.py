@@ -26,9 +26,11 @@ from dataclasses import asdict, replace
 import torch
 
 from finwhale.cache.block_allocator import BlockAllocator
+from finwhale.cache.block_bytes import group_bytes
 from finwhale.cache.paged_pools import PagedLayout, PagedPools
 from finwhale.cache.prefix_index import PrefixIndex
 from finwhale.cache.prefix_key import Namespace
+from finwhale.cache.tier import Tier
 from finwhale.config import ConfigError
 from finwhale.config.engine import EngineConfig
 from finwhale.engine.invariance import broken_promises, engine_ops
@@ -42,6 +44,8 @@ from finwhale.model import Backbone
 from finwhale.telemetry import get_logger
 
 logger = get_logger("engine")
+# Opens the slower tier of the prefix cache for a namespace digest and a block's groups in bytes.
+OpenTier = Callable[[bytes, tuple[int, ...]], Tier]
 
 
 class QueueFullError(RuntimeError):
@@ -52,10 +56,16 @@ class Engine:
     """Serves one model from one set of pools; see the module's example.
 
     tokenizer_digest  of whoever makes the ids: prefixes are shared within one tokenizer alone
+    open_tier         opens a slower tier behind the blocks in memory; the engine closes it
     """
 
     def __init__(
-        self, model: Backbone, config: EngineConfig | None = None, *, tokenizer_digest: str = ""
+        self,
+        model: Backbone,
+        config: EngineConfig | None = None,
+        *,
+        tokenizer_digest: str = "",
+        open_tier: OpenTier | None = None,
     ):
         """Allocate the pools and check the promise of equal bits.
 
@@ -91,7 +101,10 @@ class Engine:
             replay_mode=self.config.prefill,
         )
         self.index = self._new_index()
-        self.scheduler = Scheduler(self.config, self.pools, self.allocator, self.index)
+        self._open_tier = open_tier
+        self.scheduler = Scheduler(
+            self.config, self.pools, self.allocator, self.index, self._new_tier()
+        )
         self.runner = Runner(self.model, self.pools, ops, reads)
         self.kernels = reads.name
         self.broken: list[str] = []
@@ -115,6 +128,22 @@ class Engine:
             max_blocks=None if self.config.prefix_cache else 0,
             max_attachment_bytes=self.config.snapshot_bytes,
         )
+
+    def _new_tier(self) -> Tier | None:
+        if self._open_tier is None:
+            return None
+        return self._open_tier(self.namespace.digest(), group_bytes(self.pools.layout))
+
+    @property
+    def tier(self) -> Tier | None:
+        """The slower tier of the prefix cache, if there is one."""
+        return self.scheduler.tier
+
+    def close(self) -> None:
+        """Let the slower tier finish its writes and go; the engine serves on without it."""
+        tier, self.scheduler.tier = self.scheduler.tier, None
+        if tier is not None:
+            tier.close()
 
     def memory_plan(self) -> list[str]:
         """Return what a person wants to know at the start, a line each; bytes are measured."""
@@ -246,6 +275,9 @@ class Engine:
         self.index.clear()
         self.namespace = replace(self.namespace, weights_digest=weights_digest(self.model))
         self.index = self.scheduler.index = self._new_index()
+        # What the tier holds belongs to the old weights; the new namespace does not see it.
+        self.close()
+        self.scheduler.tier = self._new_tier()
 
     def cancel(self, request_id: str) -> bool:
         """End all choices of a request at once and free their memory; False if there are none."""

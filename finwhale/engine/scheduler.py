@@ -10,8 +10,10 @@ Rules, in this order:
   so somebody always finishes.
 - A preempted sequence starts again from its tokens; cached blocks and windows make that short.
 
-What a start can reuse is decided in `_plan_start`, the rule of prefix hits. A newcomer's mistake:
-counting cached blocks as free; only those that nobody else holds can be evicted.
+What a start can reuse is decided in `_plan_start`, the rule of prefix hits. Behind the blocks in
+memory a slower tier may know more of the prompt; they are loaded if that moves the start by a block
+or more. A newcomer's mistake: counting cached blocks as free; only those that nobody else holds can
+be evicted.
 Source: spec/kv-cache.md sections 2.10 and 8, spec/backbone.md section 3.
 """
 
@@ -24,8 +26,11 @@ from typing import cast
 from torch import Tensor
 
 from finwhale.cache.block_allocator import BlockAllocator
+from finwhale.cache.block_bytes import read_block, write_block
 from finwhale.cache.paged_pools import PagedPools
-from finwhale.cache.prefix_index import PrefixIndex
+from finwhale.cache.prefix_index import Match, PrefixIndex
+from finwhale.cache.prefix_key import block_key
+from finwhale.cache.tier import Tier
 from finwhale.config.engine import EngineConfig
 from finwhale.engine.paged_pass import RowSpan
 from finwhale.engine.prefill import exact_decoder_rows, exact_encoder_rows
@@ -40,6 +45,7 @@ class SchedulerStats:
     steps: int = 0
     preemptions: int = 0
     cached_tokens: int = 0
+    loaded_tokens: int = 0
     replayed_tokens: int = 0
     restored_windows: int = 0
 
@@ -53,7 +59,9 @@ class Scheduler:
         pools: PagedPools,
         allocator: BlockAllocator,
         index: PrefixIndex,
+        tier: Tier | None = None,
     ):
+        self.tier = tier
         self.config, self.pools, self.allocator, self.index = config, pools, allocator, index
         text = pools.layout.config
         self.window = text.sliding_window
@@ -133,16 +141,15 @@ class Scheduler:
 
     def _start(self, sequence: Sequence, match) -> None:
         """Give a sequence its slot, the blocks of its hit and the place where it begins."""
+        if match is not None and self.tier is not None and self.config.prefix_cache:
+            self._load_more(sequence, match, self.tier)
         sequence.slot = self.free_slots.pop()
         sequence.blocks = [] if match is None else list(match.blocks)
         sequence.keys = [] if match is None else list(match.keys)
         sequence.may_cache = self.config.prefix_cache
         sequence.root_key = self.index.root_key(sequence.salt)
-        sequence.stored = 0 if match is None else match.num_tokens
-        saved = None
-        if match is not None and self.config.prefill == "exact":
-            saved = self.index.longest_attachment(match)
-        saved_tokens = 0 if saved is None else saved[0] * self.config.block_size
+        sequence.stored = len(sequence.blocks) * self.config.block_size
+        saved, saved_tokens = self._saved_windows(match)
         if self._plan_start(sequence, saved_tokens) and saved is not None:
             windows = cast("Tensor", saved[1])
             self.pools.restore_windows(sequence.slot, sequence.num_computed, windows)
@@ -151,6 +158,68 @@ class Scheduler:
             sequence.num_cached_tokens = min(sequence.stored, sequence.num_computed)
         self.stats.cached_tokens += sequence.stored
         self.stats.replayed_tokens += max(0, sequence.stored - sequence.num_computed)
+
+    def _saved_windows(self, match: Match | None):
+        """Return what `longest_attachment` gives, and the tokens of that prefix."""
+        if match is None or self.config.prefill != "exact":
+            return None, 0
+        saved = self.index.longest_attachment(match)
+        return saved, 0 if saved is None else saved[0] * self.config.block_size
+
+    def _load_more(self, sequence: Sequence, match: Match, tier: Tier) -> None:
+        """Extend a match by blocks of the tier, if the sequence then starts later.
+
+        The blocks come out of what the sequence was admitted with. What the tier cannot give after
+        all ends the chain; nothing is lost but the hit.
+        """
+        size, tokens = self.config.block_size, sequence.tokens
+        keys: list[bytes] = []
+        parent = match.parent_key
+        for n in range(len(match.blocks), (len(tokens) - 1) // size):
+            parent = block_key(parent, tokens[n * size : (n + 1) * size])
+            keys.append(parent)
+        count = tier.lookup(keys, tenant=sequence.salt) if keys else 0
+        held = match.num_tokens
+        _, saved = self._saved_windows(match)
+        now, then = (self._first_row(len(tokens), s, saved) for s in (held, held + count * size))
+        if then - now < size:
+            return
+        for key in keys[:count]:
+            groups = tier.load(key, tenant=sequence.salt)
+            if groups is None or not (self.allocator.num_free or self.index.evict(1)):
+                return
+            n = len(match.blocks)
+            block = self.allocator.allocate()
+            self.pools.forget_block(block)
+            write_block(self.pools, block, groups)
+            part = tokens[n * size : (n + 1) * size]
+            inserted = self.index.insert(match.parent_key, part, block)
+            if inserted is None or inserted.key != key or inserted.block != block:
+                self.allocator.release(block)
+                return
+            match.blocks.append(block)
+            match.keys.append(key)
+            self.stats.loaded_tokens += size
+
+    def _first_row(self, length: int, stored: int, saved: int) -> int:
+        """Return the row that a prompt of `length` starts at, with `stored` tokens of global KV.
+
+        saved  length of the longest prefix whose windows are at hand; 0: none
+        """
+        if self.config.prefill == "full":
+            return 0
+        if self.config.prefill == "bounded":
+            start = max(0, stored - self.window)
+        else:
+            start = max(0, min(stored, self._decoder_rows(length)) - self.encoder_tail)
+        start -= start % self.pools.layout.ratio_multiple
+        return saved if saved > 0 and start <= saved else start
+
+    def _decoder_rows(self, length: int) -> int:
+        """Return the first row that the decoder reads for an exact start."""
+        # Of a prompt of whole blocks a later request can match all blocks but the last.
+        size = self.config.block_size
+        return max(0, (length - 1) // size * size - self.decoder_tail)
 
     def _plan_start(self, sequence: Sequence, saved: int) -> bool:
         """Return whether to restore saved windows, having decided where a sequence begins.
@@ -176,10 +245,7 @@ class Scheduler:
         elif self.config.prefill == "bounded":
             start, decoder = max(0, stored - self.window), max(0, length - self.window)
         else:
-            # Of a prompt of whole blocks a later request can match all blocks but the last.
-            size = self.config.block_size
-            whole = (length - 1) // size * size
-            decoder = max(0, whole - self.decoder_tail)
+            decoder = self._decoder_rows(length)
             start = max(0, min(stored, decoder) - self.encoder_tail)
         start -= start % multiple
         floor = start
@@ -254,6 +320,13 @@ class Scheduler:
                 self.allocator.retain(inserted.block)
                 self.allocator.release(sequence.blocks[n])
                 sequence.blocks[n] = inserted.block
+            elif self.tier is not None:
+                self.tier.store(
+                    inserted.key,
+                    read_block(self.pools, inserted.block),
+                    tokens=(n * size, (n + 1) * size),
+                    tenant=sequence.salt,
+                )
 
     def save_windows(self, sequence: Sequence) -> None:
         """Keep the windows at the last block end with that block, if they are exact and wanted.

@@ -213,11 +213,11 @@ def test_global_generators_start_from_the_seed(draw, seed):
 # Released fields that no room reads, each for a reason; a new name here needs one.
 READ_BY_CONFIG_ALONE = {
     "one value exists, and it is checked": (
-        "model_type num_key_value_heads n_shared_experts scoring_func topk_method norm_topk_prob "
+        "model_type n_shared_experts scoring_func topk_method norm_topk_prob "
         "hidden_act attention_bias attention_dropout tie_word_embeddings"
     ),
     "resolved into the layer table or the buckets": (
-        "candidate_source_layer_id kv_source_layer_ids index_source_layer_ids engram_vocab_size"
+        "candidate_source_layer_id index_source_layer_ids engram_vocab_size"
     ),
     "DSpark: tensors are named and skipped": (
         "num_nextn_predict_layers dspark_block_size dspark_noise_token_id dspark_target_layer_ids "
