@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from finwhale import telemetry
+from finwhale.cache_command import Cache
 from finwhale.chat_ui.command import Chat
 from finwhale.chat_ui.serve_command import Serve
 from finwhale.evals.command import Evaluate
@@ -545,6 +546,7 @@ COMMANDS: dict[str, Any] = {
     "evaluate": Evaluate,
     "serve": Serve,
     "chat": Chat,
+    "cache": Cache,
     "demo": Demo,
     "demo-train": DemoTrain,
 }

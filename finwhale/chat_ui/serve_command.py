@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from finwhale.chat_ui.sizes import size_in_bytes
+
 if TYPE_CHECKING:
     from finwhale.config.server import ServerConfig
 
@@ -48,6 +50,10 @@ class Serve:
     """Blocks of 64 tokens of the cache."""
     max_sequences: Annotated[int, tyro.conf.arg(metavar="N")] = 16
     """Sequences computed side by side."""
+    cache_dir: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    """Folder that keeps cached prefixes over a restart; one server at a time."""
+    cache_size: str = "10GB"
+    """Bytes of --cache-dir's segments at most."""
     max_requests: Annotated[int, tyro.conf.arg(metavar="N")] = 256
     """Choices queued or running; one more is refused."""
     max_tokens: Annotated[int, tyro.conf.arg(metavar="N")] = 8192
@@ -97,7 +103,9 @@ class Serve:
         )
         loaded = load_model(folder, numerics=Numerics(), ops=FAST)
         digest = hashlib.sha256(tokenizer.raw.to_str().encode()).hexdigest()
-        engine = Engine(loaded.model, engine_config, tokenizer_digest=digest)
+        engine = Engine(
+            loaded.model, engine_config, tokenizer_digest=digest, open_tier=self._open_tier()
+        )
         service = Service.of_engine(engine, tokenizer, config)
         page = page_routes(
             service,
@@ -123,18 +131,46 @@ class Serve:
         host = f"[{self.host}]" if ":" in self.host else self.host
         port = listener.getsockname()[1]
         get_logger("serve").info("serving %s on http://%s:%d", names, host, port)
-        server.run(sockets=[listener])
+        try:
+            server.run(sockets=[listener])
+        finally:
+            # Blocks that still wait for the disk are written before the process goes.
+            engine.close()
         return 0
 
     def _check(self) -> None:
         """Refuse what can be refused before anything is read."""
         if not 0 <= self.port <= 65535:
             raise ValueError(f"--port: got {self.port}, expected 0 to 65535")
+        size_in_bytes(self.cache_size, "--cache-size")
         if self.api_key_file is None and not _is_loopback(self.host):
             raise ValueError(
                 f"--host: got {self.host!r} without --api-key-file, expected a loopback address; "
                 "everyone in the network could ask"
             )
+
+    def _open_tier(self):
+        """Return what opens the disk tier, or None without --cache-dir."""
+        if self.cache_dir is None:
+            return None
+        from finwhale.cache.disk_store import DiskStore, DiskStoreConfig
+
+        directory, num_bytes = self.cache_dir, size_in_bytes(self.cache_size, "--cache-size")
+        # Space comes back a segment at a time, so a small cache has small ones.
+        segment_bytes = min(256 << 20, max(1 << 20, num_bytes // 16)) // 4096 * 4096
+
+        def open_tier(namespace: bytes, group_bytes: tuple[int, ...]) -> DiskStore:
+            return DiskStore(
+                DiskStoreConfig(
+                    directory=directory,
+                    namespace=namespace,
+                    max_bytes=num_bytes,
+                    segment_bytes=segment_bytes,
+                    group_bytes=group_bytes,
+                )
+            )
+
+        return open_tier
 
     def _config(self, folder: Path) -> ServerConfig:
         from finwhale.config.server import ServerConfig
