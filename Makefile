@@ -8,14 +8,14 @@ BIN    := $(VENV)/bin
 INPUTS := pyproject.toml constraints.txt finwhale/__init__.py
 # Extra pytest arguments, for instance: make test ARGS="-k layer_table"
 ARGS   ?=
-# .ci/run sets this to "coverage run -m pytest".
+# `make coverage` sets this to "coverage run -m pytest".
 PYTEST ?= pytest
 
 export OMP_NUM_THREADS = 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 export PYTHONHASHSEED = 0
 
-.PHONY: help demo demo-train test test-full test-browser check golden bench format clean
+.PHONY: help demo demo-train test test-full test-browser coverage check golden bench format clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -24,6 +24,7 @@ help:
 	@echo "make demo-train train, save and load a small model (about five minutes, two cores)"
 	@echo "make test       the fast tests (at most eight minutes on two cores)"
 	@echo "make test-full  the slow ones as well"
+	@echo "make coverage   the fast tests with line coverage by room"
 	@echo "make test-browser  the chat page in a headless Chromium"
 	@echo "make check      lint, format, types, import contracts, sizes"
 	@echo "make golden     regenerate stored answers; review the diff"
@@ -63,6 +64,13 @@ demo-train: $(VENV)/.with-demo-train
 test: $(VENV)/.with-test
 	$(BIN)/python -m tests.compile_kernels
 	$(BIN)/python -m $(PYTEST) -n 2 --timeout 60 -m "not slow and not gpu and not oracle_env" $(ARGS)
+
+# Lines covered by `make test`, by room; fails below the floor.
+coverage: $(VENV)/.with-test
+	rm -rf build/ci .coverage .coverage.*
+	mkdir -p build/ci
+	$(MAKE) test PYTEST="coverage run -m pytest" ARGS="--junitxml=build/ci/junit.xml -q $(ARGS)"
+	$(BIN)/python .ci/report.py build/ci/junit.xml --coverage
 
 # Slow tests train and save whole models, so their limit is ten minutes each.
 test-full: $(VENV)/.with-test

@@ -1,8 +1,8 @@
 """What a test run amounted to: size and coverage by room, tests by folder, one closing line.
 
-Reads the JUnit file that pytest wrote and the combined coverage data. Fails when an expected
-folder ran nothing, when coverage is below the floor, or when a test failed. The easy mistake:
-trusting an exit code of a run that collected no test.
+Reads the JUnit file that pytest wrote and, for `make coverage`, the combined coverage data. Fails
+when an expected folder ran nothing, when coverage is below the floor, or when a test failed. The
+easy mistake: trusting an exit code of a run that collected no test.
 """
 
 from __future__ import annotations
@@ -49,14 +49,19 @@ def coverage_by_room(data: dict) -> dict[str, tuple[int, int]]:
 
 
 def problems(
-    folders: dict[str, Counter[str]], covered: int, statements: int, expected=EXPECTED_FOLDERS
+    folders: dict[str, Counter[str]],
+    covered: int | None,
+    statements: int,
+    expected=EXPECTED_FOLDERS,
 ) -> list[str]:
-    """Return one sentence for each reason to refuse the run."""
+    """Return one sentence for each reason to refuse the run; covered is None if not measured."""
     found = [
         f"tests/{name}: expected, but no test ran"
         for name in expected
         if not folders.get(name, Counter())["passed"] + folders.get(name, Counter())["failed"]
     ]
+    if covered is None:
+        return found
     share = 100 * covered / statements if statements else 0.0
     if share < COVERAGE_FLOOR:
         found.append(f"line coverage {share:.1f} %, floor {COVERAGE_FLOOR:.0f} %")
@@ -71,10 +76,8 @@ def _coverage_json(root: Path) -> dict:
     return json.loads(out.read_text(encoding="utf-8"))
 
 
-def main() -> int:
-    """Print the tables and the closing line; return 1 if the run must not count."""
-    root, junit = Path(__file__).resolve().parents[1], Path(sys.argv[1])
-    folders = count_tests(junit)
+def _print_rooms(root: Path) -> tuple[int, int]:
+    """Print size and coverage by room; return covered lines and all."""
     rooms = coverage_by_room(_coverage_json(root))
     print(f"\n{'room':<24}{'lines':>8}{'covered':>9}{'share':>8}")
     for room, (covered, total) in sorted(rooms.items()):
@@ -85,6 +88,14 @@ def main() -> int:
         print(f"{room:<24}{lines:>8}{covered:>5}/{total:<5}{share:>5.1f} %")
     covered, statements = (sum(values) for values in zip(*rooms.values(), strict=True))
     print(f"{'all':<24}{'':>8}{covered:>5}/{statements:<5}{100 * covered / statements:>5.1f} %\n")
+    return covered, statements
+
+
+def main() -> int:
+    """Print the tables and the closing line; return 1 if the run must not count."""
+    root, junit = Path(__file__).resolve().parents[1], Path(sys.argv[1])
+    folders = count_tests(junit)
+    covered, statements = _print_rooms(root) if "--coverage" in sys.argv else (None, 0)
     for name, counts in sorted(folders.items()):
         print(
             f"tests/{name}: {counts['passed']} passed, {counts['failed']} failed, "

@@ -329,6 +329,7 @@ class PseudoTerminal:
         os.close(self.master)
 
 
+@pytest.mark.slow
 def test_in_a_terminal_a_reply_streams_dim_and_ctrl_c_stops_it_alone():
     terminal = PseudoTerminal([sys.executable, "-c", PROGRAM])
     try:

@@ -123,7 +123,9 @@ def test_generate_refuses_a_wrong_sampler(run_folder, flag, value, message, caps
     assert f"finwhale generate: {message}: got" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("bf16", [False, True], ids=["quantised", "bf16"])
+@pytest.mark.parametrize(
+    "bf16", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["quantised", "bf16"]
+)
 def test_tiny_writes_a_checkpoint_that_inspect_reads(bf16, tmp_path, capsys):
     out = tmp_path / "unit"
     arguments = ["tiny", "--geometry", "unit", "--out", str(out), "--prompt-tokens", "12"]

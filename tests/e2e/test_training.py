@@ -120,6 +120,7 @@ class _StoppedError(Exception):
     pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "stop_after",
     [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(5, marks=pytest.mark.slow)],
@@ -359,6 +360,7 @@ def test_resumed_equals_uninterrupted_in_every_variant(library, tmp_path, name):
     assert _same_weights(straight, resumed)
 
 
+@pytest.mark.slow
 def test_training_demo_goes_from_text_to_a_loaded_checkpoint(library, tmp_path):
     console = Console(file=io.StringIO(), width=1000)
     report = run_training_demo(

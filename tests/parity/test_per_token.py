@@ -35,7 +35,7 @@ def test_the_forms_differ():
     assert float((own - general).norm() / own.norm()) > 0.05
 
 
-@pytest.mark.parametrize("prefill", [24, 25])
+@pytest.mark.parametrize("prefill", [pytest.param(24, marks=pytest.mark.slow), 25])
 @torch.no_grad()
 def test_stale_slot_rule_equals_the_per_token_model(prefill):
     # D08: 12 and more entries of which 8 are selected, so the slot's owner decides.

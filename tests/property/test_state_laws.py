@@ -45,7 +45,7 @@ def chunked(draw, tokens):
     return sorted(draw(st.sets(st.integers(1, tokens), max_size=12)))
 
 
-@settings(max_examples=14)
+@settings(max_examples=9)
 @given(st.data())
 def test_any_chunking_equals_the_whole(whole, data):
     tokens = data.draw(st.integers(1, 300))
@@ -72,7 +72,7 @@ def test_the_same_chunks_give_the_same_bits():
     assert torch.equal(a, b)
 
 
-@settings(max_examples=10)
+@settings(max_examples=7)
 @given(st.data())
 def test_save_and_load_between_any_two_steps_changes_no_bit(data):
     tokens = data.draw(st.integers(2, 80))
@@ -90,7 +90,7 @@ def test_save_and_load_between_any_two_steps_changes_no_bit(data):
         start = stop
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(st.integers(1, 60), st.integers(1, 8), st.integers(0, 10**6))
 @example(1, 1, 0)
 @example(W, 8, 0)
@@ -109,7 +109,7 @@ def test_rollback_of_drafts_equals_never_having_run_them(tokens, drafts, seed):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(st.data())
 def test_exact_prefill_in_any_chunks_then_decode_equals_the_whole(whole, data):
     tokens = data.draw(st.integers(1, 150))

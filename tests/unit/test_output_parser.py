@@ -150,7 +150,7 @@ _OPENS_NOTHING = re.compile(f"<{DSML}(?! calls>| invoke)")
 _NEWLINE_AFTER_BEGUN_MARKER = re.compile("(<|</|thi|DS)\n")
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(parts=st.lists(st.sampled_from(FRAGMENTS), max_size=14), fields=SETTINGS)
 @example(
     parts=["a", END_THINK, "b c", "\n\n", ONE_CALL, "a"],

@@ -102,6 +102,7 @@ def test_dropping_a_rule_changes_the_map(monkeypatch, rule):
     assert token_map(_tokenizer(*(token for token, _ in _HAND))).tolist() != expected
 
 
+@pytest.mark.slow
 def test_accents_stripped_in_plain_python_give_another_count(released, monkeypatch):
     """Control: 99 510 ids, the count that section 14 U7 gives for this mistake."""
 
