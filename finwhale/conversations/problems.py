@@ -12,6 +12,7 @@ Source: own rules; problems and answers by reasoning-gym's generators.
 from __future__ import annotations
 
 import functools
+import importlib
 import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -305,16 +306,16 @@ def _next_words(draw: Draw, length: int, num_questions: int) -> list[Exchange]:
 
 @functools.cache
 def _problems(name: str, options: tuple[tuple[str, Any], ...]) -> Any:
+    # By name: `make check` has no reasoning-gym to look into.
     try:
-        import reasoning_gym
+        reasoning_gym = importlib.import_module("reasoning_gym")
     except ImportError:
-        want = "reasoning-gym, the extra `conversations`"
-        raise ChatTaskError(f"kind: {name} needs {want}; pip install 'finwhale[chat]'") from None
+        remedy = "pip install 'finwhale[conversations]'"
+        raise ChatTaskError(f"kind: {name} needs reasoning-gym; {remedy}") from None
     given = dict(options)
     if "transformation" in given:
-        from reasoning_gym.algorithmic.word_sorting import TextTransformation
-
-        given["transformation"] = TextTransformation(given["transformation"])
+        words = importlib.import_module("reasoning_gym.algorithmic.word_sorting")
+        given["transformation"] = words.TextTransformation(given["transformation"])
     # The generator of item i is seeded with seed + i: items need no list of those before them.
     return reasoning_gym.create_dataset(name, seed=0, size=1 << 62, **given)
 
