@@ -12,8 +12,8 @@ Source: own rules; problems and answers by reasoning-gym's generators.
 from __future__ import annotations
 
 import functools
-import importlib
 import hashlib
+import importlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
