@@ -2,8 +2,8 @@
 
 For people: `finwhale cache stat` and `verify`. Every segment is read from front to back and every
 checksum recomputed, so the answer does not depend on the index. Nothing is changed. The directory
-may be in use: a record that is being written is not whole yet and does not count as damage when
-nothing whole follows it. Source: docs/cache-format.md.
+may be in use, so in the newest segment pages behind the last whole record are not counted: a record
+may be on its way there. Source: docs/cache-format.md.
 """
 
 from __future__ import annotations
@@ -12,7 +12,13 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from finwhale.cache.disk_segments import ALIGNMENT, Disk, Segment, is_segment_name
+from finwhale.cache.disk_segments import (
+    ALIGNMENT,
+    Disk,
+    Segment,
+    is_segment_name,
+    is_unfinished,
+)
 from finwhale.cache.tier import StoreError
 
 
@@ -23,7 +29,7 @@ class SegmentReport:
     num_bytes     of the file
     blocks        whole records
     record_bytes  of those
-    damaged       4 KiB pages before the last whole record that belong to none
+    damaged       4 KiB pages that hold something and belong to no whole record
     is_readable   the segment's own header is right
     """
 
@@ -70,21 +76,34 @@ def survey(directory: str | Path) -> DirectoryReport:
     if not directory.is_dir():
         raise StoreError(f"directory: {directory} is no folder; name one that --cache-dir made")
     report = DirectoryReport()
-    for name in sorted(filter(is_segment_name, disk.names(directory))):
-        path = directory / name
-        own = SegmentReport(name=name, num_bytes=path.stat().st_size)
-        report.segments.append(own)
-        segment = Segment.open(disk, path, writable=False)
-        if segment is None:
-            own.is_readable = False
-            continue
-        last = ALIGNMENT
-        for offset, header in segment.scan():
-            own.damaged += (offset - last) // ALIGNMENT
-            last = offset + header.record_bytes
-            own.blocks += 1
-            own.record_bytes += header.record_bytes
-            report.namespaces[header.namespace] += 1
-            report.tenants[header.tenant] += 1
-            report.tokens += header.tokens[1] - header.tokens[0]
+    names = sorted(filter(is_segment_name, disk.names(directory)))
+    for name in names:
+        try:
+            _read_segment(disk, directory / name, report, is_newest=name == names[-1])
+        except FileNotFoundError:
+            continue  # its server has just given it up
     return report
+
+
+def _read_segment(disk: Disk, path: Path, report: DirectoryReport, *, is_newest: bool) -> None:
+    own = SegmentReport(name=path.name, num_bytes=path.stat().st_size)
+    segment = Segment.open(disk, path, writable=False)
+    report.segments.append(own)
+    if segment is None:
+        own.is_readable = is_unfinished(disk, path)
+        return
+    last = ALIGNMENT
+    for offset, header in segment.scan():
+        own.damaged += (offset - last) // ALIGNMENT
+        last = offset + header.record_bytes
+        own.blocks += 1
+        own.record_bytes += header.record_bytes
+        report.namespaces[header.namespace] += 1
+        report.tenants[header.tenant] += 1
+        report.tokens += header.tokens[1] - header.tokens[0]
+    if is_newest:
+        return
+    with path.open("rb") as file:
+        file.seek(last)
+        while page := file.read(ALIGNMENT):
+            own.damaged += any(page)

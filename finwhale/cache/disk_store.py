@@ -74,6 +74,14 @@ class DiskStoreConfig:
                 f"segment_bytes: got {self.segment_bytes}, expected a multiple of {ALIGNMENT} "
                 f"of at least {2 * ALIGNMENT}"
             )
+        if self.group_bytes is not None:
+            size, most = record_bytes(self.group_bytes), self.segment_bytes - ALIGNMENT
+            if len(self.group_bytes) > MAX_GROUPS or size > most:
+                raise StoreError(
+                    f"segment_bytes: got {self.segment_bytes} for records of {size} bytes in "
+                    f"{len(self.group_bytes)} groups, expected room for one and at most "
+                    f"{MAX_GROUPS} groups"
+                )
         if self.max_bytes < 3 * self.segment_bytes:
             raise StoreError(
                 f"max_bytes: got {self.max_bytes}, expected at least three segments "
@@ -455,6 +463,9 @@ class DiskStore:
         num_blocks = sum(isinstance(item, _Block) for item in batch)
         self._count(rejected=num_blocks - self._answered)
         self._forgotten.difference_update(self._dropped)
+        # What was to be forgotten is still there, and may be found again.
+        forgets = (item for item in batch if isinstance(item, _Forget))
+        self._forgotten.difference_update(item.row.address for item in forgets)
         self._staged, self._dropped = {}, []
         abandoned, self._open = self._open, None
         try:

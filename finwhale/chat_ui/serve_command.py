@@ -142,7 +142,10 @@ class Serve:
         """Refuse what can be refused before anything is read."""
         if not 0 <= self.port <= 65535:
             raise ValueError(f"--port: got {self.port}, expected 0 to 65535")
-        size_in_bytes(self.cache_size, "--cache-size")
+        num_bytes = size_in_bytes(self.cache_size, "--cache-size")
+        if num_bytes < 3 * _segment_bytes(num_bytes):
+            least = 3 * _segment_bytes(num_bytes)
+            raise ValueError(f"--cache-size: got {self.cache_size!r}, expected {least:,} or more")
         if self.api_key_file is None and not _is_loopback(self.host):
             raise ValueError(
                 f"--host: got {self.host!r} without --api-key-file, expected a loopback address; "
@@ -156,8 +159,7 @@ class Serve:
         from finwhale.cache.disk_store import DiskStore, DiskStoreConfig
 
         directory, num_bytes = self.cache_dir, size_in_bytes(self.cache_size, "--cache-size")
-        # Space comes back a segment at a time, so a small cache has small ones.
-        segment_bytes = min(256 << 20, max(1 << 20, num_bytes // 16)) // 4096 * 4096
+        segment_bytes = _segment_bytes(num_bytes)
 
         def open_tier(namespace: bytes, group_bytes: tuple[int, ...]) -> DiskStore:
             return DiskStore(
@@ -188,6 +190,11 @@ class Serve:
             allowed_hosts=_LOOPBACK_NAMES if self.api_key_file is None else (),
             cors_origins=self.cors_origin,
         )
+
+
+def _segment_bytes(num_bytes: int) -> int:
+    # Space comes back a segment at a time, so a small cache has small ones.
+    return min(256 << 20, max(1 << 20, num_bytes // 16)) // 4096 * 4096
 
 
 def _is_loopback(host: str) -> bool:

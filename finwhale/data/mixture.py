@@ -64,8 +64,10 @@ def repeated(
 ) -> list[Document]:
     """Return documents of about `tokens` tokens, in a new random order for every epoch.
 
-    The last epoch is cut to the first documents that fill it. Raises TaskError if that takes more
-    than `max_epochs` epochs, or there is no document at all.
+    The last epoch is cut to the first documents that fill it. Packing sorts by length afterwards,
+    so copies of a short document may meet in one row, where they do not see each other.
+
+    Raises TaskError if that takes more than `max_epochs` epochs, or there is no document at all.
     """
     if tokens <= 0:
         return []

@@ -18,13 +18,16 @@ import hashlib
 import itertools
 import operator
 import os
+import platform
 from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Tokens
 from dataclasses import asdict, replace
+from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
+import finwhale
 from finwhale.cache.block_allocator import BlockAllocator
 from finwhale.cache.block_bytes import group_bytes
 from finwhale.cache.paged_pools import PagedLayout, PagedPools
@@ -44,6 +47,8 @@ from finwhale.model import Backbone
 from finwhale.telemetry import get_logger
 
 logger = get_logger("engine")
+# What the bytes of a block mean; raised by whatever changes global KV for the same tokens.
+_KV_VERSION = 1
 # Opens the slower tier of the prefix cache for a namespace digest and a block's groups in bytes.
 OpenTier = Callable[[bytes, tuple[int, ...]], Tier]
 
@@ -95,8 +100,9 @@ class Engine:
         self.allocator = BlockAllocator(self.config.num_blocks)
         self.namespace = Namespace(
             weights_digest=weights_digest(self.model),
-            layout=f"{self.config.storage} {self.config.block_size} {asdict(c)}",
-            numerics=f"{model.numerics} {reads.name} {self.config.batch_invariant}",
+            layout=f"{_KV_VERSION} {self.config.storage} {self.config.block_size} {asdict(c)}",
+            # A tier outlives the process, and may be carried to another machine.
+            numerics=f"{model.numerics} {reads.name} {self.config.batch_invariant} {_machine()}",
             tokenizer=tokenizer_digest,
             replay_mode=self.config.prefill,
         )
@@ -141,6 +147,10 @@ class Engine:
 
     def close(self) -> None:
         """Let the slower tier finish its writes and go; the engine serves on without it."""
+        self._open_tier = None
+        self._close_tier()
+
+    def _close_tier(self) -> None:
         tier, self.scheduler.tier = self.scheduler.tier, None
         if tier is not None:
             tier.close()
@@ -276,7 +286,7 @@ class Engine:
         self.namespace = replace(self.namespace, weights_digest=weights_digest(self.model))
         self.index = self.scheduler.index = self._new_index()
         # What the tier holds belongs to the old weights; the new namespace does not see it.
-        self.close()
+        self._close_tier()
         self.scheduler.tier = self._new_tier()
 
     def cancel(self, request_id: str) -> bool:
@@ -514,9 +524,21 @@ def _as_ids(prompt: Tokens[int]) -> list[int]:
     return ids
 
 
+def _machine() -> str:
+    """Return what decides the bits of a sum here: versions, and the instructions that are used."""
+    versions = [f"finwhale {finwhale.__version__}", f"torch {torch.__version__}"]
+    try:
+        versions.append(f"numba {version('numba')}")
+    except PackageNotFoundError:
+        versions.append("no numba")
+    return f"{versions} {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+
+
 def weights_digest(model: Backbone) -> str:
-    """Return the SHA-256 over names, shapes and values of every tensor of a model."""
+    """Return the SHA-256 over names, shapes and values of a model's tensors and Engram's id map."""
     digest = hashlib.sha256()
+    if model.token_map is not None:
+        digest.update(model.token_map.detach().cpu().contiguous().numpy().tobytes())
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype};".encode())
         digest.update(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().data)

@@ -36,6 +36,9 @@ from finwhale.engine.paged_pass import RowSpan
 from finwhale.engine.prefill import exact_decoder_rows, exact_encoder_rows
 from finwhale.engine.runner import Work
 from finwhale.engine.sequence import Sequence
+from finwhale.telemetry import get_logger
+
+logger = get_logger("engine")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -48,6 +51,7 @@ class SchedulerStats:
     loaded_tokens: int = 0
     replayed_tokens: int = 0
     restored_windows: int = 0
+    tier_errors: int = 0
 
 
 class Scheduler:
@@ -191,7 +195,13 @@ class Scheduler:
             n = len(match.blocks)
             block = self.allocator.allocate()
             self.pools.forget_block(block)
-            write_block(self.pools, block, groups)
+            try:
+                write_block(self.pools, block, groups)
+            except ValueError:
+                self.allocator.release(block)
+                self.stats.tier_errors += 1
+                logger.exception("the cache tier gave a block of another layout")
+                return
             part = tokens[n * size : (n + 1) * size]
             inserted = self.index.insert(match.parent_key, part, block)
             if inserted is None or inserted.key != key or inserted.block != block:
@@ -321,12 +331,21 @@ class Scheduler:
                 self.allocator.release(sequence.blocks[n])
                 sequence.blocks[n] = inserted.block
             elif self.tier is not None:
-                self.tier.store(
-                    inserted.key,
-                    read_block(self.pools, inserted.block),
-                    tokens=(n * size, (n + 1) * size),
-                    tenant=sequence.salt,
-                )
+                self._offer(self.tier, sequence, n, inserted.key)
+
+    def _offer(self, tier: Tier, sequence: Sequence, n: int, key: bytes) -> None:
+        """Give the tier a copy of block `n` of a sequence.
+
+        Nothing is raised: the rings already hold the step's rows, and a sequence whose rows were
+        not counted would later save windows that are not its own.
+        """
+        size = self.config.block_size
+        try:
+            groups = read_block(self.pools, sequence.blocks[n])
+            tier.store(key, groups, tokens=(n * size, (n + 1) * size), tenant=sequence.salt)
+        except Exception:
+            self.stats.tier_errors += 1
+            logger.exception("the cache tier did not take a block; serving goes on without it")
 
     def save_windows(self, sequence: Sequence) -> None:
         """Keep the windows at the last block end with that block, if they are exact and wanted.

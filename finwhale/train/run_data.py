@@ -244,9 +244,29 @@ def _shard_data(run: RunConfig, folder: Path, map_parts: Callable) -> RunData:
 def _mixed(
     run: RunConfig, text: list[np.ndarray], tokenizer: Tokenizer, map_parts: Callable
 ) -> tuple[PackedRows, dict[str, Any]]:
-    """Return the rows of the whole run and the tokens of each part of the mixture."""
+    """Return the rows of the whole run and the tokens of each part of the mixture.
+
+    A document of n tokens takes n - 1 places, so a few more tokens may be needed than places: with
+    too few rows some would be read twice.
+    """
+    num_rows = run.schedule.steps * run.batch_rows
+    total = num_rows * run.sequence_length
+    while True:
+        packed, facts = _mixed_tokens(run, total, text, tokenizer, map_parts)
+        if packed.num_rows >= num_rows:
+            return packed, facts
+        total += (num_rows - packed.num_rows + 1) * run.sequence_length
+
+
+def _mixed_tokens(
+    run: RunConfig,
+    total: int,
+    text: list[np.ndarray],
+    tokenizer: Tokenizer,
+    map_parts: Callable,
+) -> tuple[PackedRows, dict[str, Any]]:
+    """Return rows of about `total` tokens and the tokens of each part."""
     data, length = run.data, run.sequence_length
-    total = run.schedule.steps * run.batch_rows * length
     try:
         parts = shares(data.mixture)
         documents = repeated(
@@ -259,7 +279,8 @@ def _mixed(
         filler = np.concatenate(text)[:_FILLER_TOKENS] if text else None
         for number, (name, share) in enumerate(parts.items()):
             if (Path(name) / "meta.json").exists():
-                own = [Document(ids=i, is_target=t) for i, t in read_chat_shards(name, "train")]
+                read = read_chat_shards(name, "train", tokenizer=tokenizer)
+                own = [Document(ids=i, is_target=t) for i, t in read]
                 found = repeated(
                     own, tokens=round(total * share), seed=run.seed, max_epochs=data.max_epochs
                 )

@@ -61,6 +61,26 @@ def test_damage_is_counted_where_it_is(tmp_path):
     assert not survey(tmp_path / "c").segments[0].is_readable
 
 
+def test_damage_to_the_last_record_of_a_full_segment_is_seen(tmp_path):
+    filled(tmp_path / "c", 40)
+    before = survey(tmp_path / "c")
+    assert len(before.segments) > 2
+    first = tmp_path / "c" / before.segments[0].name
+    raw = bytearray(first.read_bytes())
+    last = 4096 + before.segments[0].record_bytes - 4096
+    raw[last + 1000] ^= 1
+    first.write_bytes(bytes(raw))
+    after = survey(tmp_path / "c")
+    assert after.segments[0].blocks == before.segments[0].blocks - 1
+    assert after.segments[0].damaged == 1
+
+
+def test_a_segment_that_was_never_begun_is_no_damage(tmp_path):
+    filled(tmp_path / "c", 3)
+    (tmp_path / "c" / "segment-00000000000000ff.kv").write_bytes(bytes(SEGMENT))
+    assert survey(tmp_path / "c").problems == []
+
+
 def test_verify_says_by_its_exit_code_whether_every_record_is_whole(tmp_path, capsys):
     filled(tmp_path / "c", 12)
     assert Cache(action="verify", directory=tmp_path / "c").run() == 0

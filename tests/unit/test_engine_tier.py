@@ -182,6 +182,32 @@ def test_a_block_that_is_gone_after_all_ends_the_hit_and_nothing_else(shelf, los
     assert engine.allocator.num_free + held == engine.config.num_blocks
 
 
+def test_a_tier_that_raises_ends_no_step_and_spoils_no_windows(shelf):
+    """Rings are ahead when a block is offered: an error must not leave sequences uncounted."""
+
+    class Broken(Shelf):
+        def store(self, *args, **options):
+            raise RuntimeError("no room at all")
+
+    broken = Broken()
+    engine = engine_of(broken.open, max_batch_tokens=24)
+    first, second = IDS[:32], IDS[40:72]
+    names = [engine.add(prompt, GREEDY) for prompt in (first, second)]
+    for _ in range(2):
+        engine.step()
+    for name in names:
+        engine.cancel(name)
+    for prompt in (first, second):
+        assert_uncached(served(engine, prompt), prompt)
+    assert engine.scheduler.stats.tier_errors
+    # Blocks of another layout are refused and cost nothing else.
+    shelf.held = {key: groups[:-1] for key, groups in shelf.held.items()}
+    other = engine_of(shelf.open)
+    assert_uncached(served(other, IDS[: LONG + 3]), IDS[: LONG + 3])
+    assert other.scheduler.stats.tier_errors == 1
+    assert other.allocator.num_free + other.index.num_cached == other.config.num_blocks
+
+
 def test_spoiled_bytes_would_be_seen():
     """Negative control: what is loaded is what is read."""
     shelf = Shelf()
@@ -208,6 +234,11 @@ def test_another_tenant_other_weights_and_another_tokenizer_miss(shelf):
     served(other, IDS[:LONG])
     assert other.scheduler.stats.loaded_tokens == 0
     config = engine.config
+    mapped = copy.deepcopy(MODEL)
+    mapped.token_map = mapped.token_map.flip(0)
+    another_map = engine_of(shelf.open, mapped)
+    served(another_map, IDS[:LONG])
+    assert another_map.scheduler.stats.loaded_tokens == 0
     third = Engine(MODEL, config, tokenizer_digest="another", open_tier=shelf.open)
     served(third, IDS[:LONG])
     assert third.scheduler.stats.loaded_tokens == 0

@@ -211,7 +211,8 @@ def test_a_mixture_fills_the_run_in_its_shares(shard_folder, tmp_path):
     run = mixed_run(*shard_folder, ("needle=0.2", "repeated_recall=0.3"), max_epochs=50.0)
     data = prepare_data(run, tmp_path)
     total = 20 * 2 * 128
-    assert total <= data.train.num_rows * 128 < 1.3 * total
+    # Enough rows that no step begins a second epoch: generated documents never come twice.
+    assert 20 * 2 <= data.train.num_rows < 1.3 * 20 * 2
     for name, share in (("text", 0.5), ("needle", 0.2), ("repeated_recall", 0.3)):
         got = data.facts["mixture_tokens"][name]
         assert share * total <= got < share * total + 300, name
@@ -233,7 +234,9 @@ def test_conversations_come_with_their_own_targets(shard_folder, tmp_path, monke
     ids, wanted = np.arange(30, 60), np.arange(30) >= 20
     import finwhale.train.run_data as room
 
-    monkeypatch.setattr(room, "read_chat_shards", lambda name, side: [(ids, wanted)] * 40)
+    monkeypatch.setattr(
+        room, "read_chat_shards", lambda name, side, tokenizer: [(ids, wanted)] * 40
+    )
     run = mixed_run(*shard_folder, (f"{folder}=0.5",), max_epochs=50.0)
     data = prepare_data(run, tmp_path)
     rows = data.train
