@@ -50,7 +50,8 @@ class Cache:
         report = survey(self.directory)
         say(
             f"{self.directory}: {report.blocks:,} blocks, {report.tokens:,} tokens, "
-            f"{report.num_bytes:,} bytes in {len(report.segments)} segments"
+            f"{report.record_bytes:,} bytes; {report.num_bytes:,} allocated, segments: "
+            f"{len(report.segments)}"
         )
         for digest, blocks in report.namespaces.most_common():
             say(f"namespace {digest.hex()[:16]}: {blocks:,} blocks")

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from finwhale.checkpoint.load import load_model
-from finwhale.checkpoint.shipped import shipped_model
+from finwhale.checkpoint.shipped import checkpoint_folder
 from finwhale.config.accounting import kv_bytes_per_token
 from finwhale.config.model import TextConfig
 from finwhale.conversations.tasks import TOOLS, run_tool
@@ -145,7 +145,10 @@ class Voice:
 def run_demo(folder: str | Path | None = None, *, console: Console | None = None) -> DemoReport:
     """Show the checkpoint in `folder`, by default the shipped model, and print what it does."""
     began_s = time.perf_counter()
-    folder, console = Path(folder or shipped_model()), console or Console()
+    folder, console = (
+        checkpoint_folder(None if folder is None else Path(folder)),
+        console or Console(),
+    )
     tokenizer = Tokenizer.from_file(folder)
     # The first prompt needs the extra `chat`: to say that it is missing costs nothing here.
     encode_prompt(tokenizer, [{"role": "user", "content": ""}])

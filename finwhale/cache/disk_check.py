@@ -19,6 +19,7 @@ from finwhale.cache.disk_segments import (
     is_segment_name,
     is_unfinished,
 )
+from finwhale.cache.disk_store import LOCK_NAME
 from finwhale.cache.tier import StoreError
 
 
@@ -59,6 +60,10 @@ class DirectoryReport:
         return sum(segment.num_bytes for segment in self.segments)
 
     @property
+    def record_bytes(self) -> int:
+        return sum(segment.record_bytes for segment in self.segments)
+
+    @property
     def problems(self) -> list[str]:
         """Return one sentence per damaged segment; a damaged record is a miss, never an error."""
         found = []
@@ -76,6 +81,8 @@ def survey(directory: str | Path) -> DirectoryReport:
     if not directory.is_dir():
         raise StoreError(f"directory: {directory} is no folder; name one that --cache-dir made")
     report = DirectoryReport()
+    if not (directory / LOCK_NAME).exists():
+        raise StoreError(f"directory: {directory} is no cache; name one that --cache-dir made")
     names = sorted(filter(is_segment_name, disk.names(directory)))
     for name in names:
         try:

@@ -50,13 +50,19 @@ class Chat:
 
     def run(self) -> int:
         """Load the model and talk until the end of input or /quit."""
+        from finwhale.checkpoint.shipped import checkpoint_folder
+        from finwhale.telemetry import get_logger
         from finwhale.text.prompt import effort_of
         from finwhale.text.tokenizer import Tokenizer
 
         # The cheap refusals come first.
         effort = effort_of(self.effort)
 
-        folder = self.model or _shipped()
+        folder = checkpoint_folder(self.model)
+        if not self.debug:
+            # A line per request belongs in a server's log, not between the lines of a talk.
+            for room in ("serve", "engine"):
+                get_logger(room).setLevel("WARNING")
         tokenizer = Tokenizer.from_file(folder)
 
         from finwhale.chat_ui.chat_terminal import Settings, chat_on
@@ -92,9 +98,3 @@ class Chat:
             greeting=f"{folder.name}: {service.preparer.context_tokens:,} tokens of context",
         )
         return 0
-
-
-def _shipped() -> Path:
-    from finwhale.checkpoint.shipped import shipped_model
-
-    return shipped_model()

@@ -13,7 +13,7 @@ import ipaddress
 import socket
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
@@ -50,6 +50,8 @@ class Serve:
     """Blocks of 64 tokens of the cache."""
     max_sequences: Annotated[int, tyro.conf.arg(metavar="N")] = 16
     """Sequences computed side by side."""
+    prefill: Literal["exact", "bounded"] = "exact"
+    """exact: a hit has the bits of a cold run. bounded: it replays one window (deviation A01)."""
     cache_dir: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     """Folder that keeps cached prefixes over a restart; one server at a time."""
     cache_size: str = "10GB"
@@ -72,11 +74,11 @@ class Serve:
     def run(self) -> int:
         """Load the model and serve until a stop signal."""
         self._check()
-        from finwhale.checkpoint.shipped import shipped_model
+        from finwhale.checkpoint.shipped import checkpoint_folder
         from finwhale.serve.exchange import ApiKeys
         from finwhale.text.tokenizer import Tokenizer
 
-        folder = self.model or shipped_model()
+        folder = checkpoint_folder(self.model)
         config = self._config(folder)
         keys = ApiKeys() if self.api_key_file is None else ApiKeys.from_file(self.api_key_file)
         tokenizer = Tokenizer.from_file(folder)
@@ -100,6 +102,7 @@ class Serve:
             max_sequences=self.max_sequences,
             max_batch_tokens=max(256, 2 * self.max_sequences),
             max_waiting=self.max_requests,
+            prefill=self.prefill,
         )
         loaded = load_model(folder, numerics=Numerics(), ops=FAST)
         digest = hashlib.sha256(tokenizer.raw.to_str().encode()).hexdigest()
@@ -127,10 +130,19 @@ class Serve:
                 timeout_graceful_shutdown=max(1, round(self.shutdown_grace_s)),
             )
         )
+        if engine.tier is not None:
+            held = engine.tier.stats()
+            get_logger("serve").info(
+                "cache %s: %d blocks, %d of %s bytes",
+                self.cache_dir,
+                held.num_blocks,
+                held.num_bytes,
+                self.cache_size,
+            )
         names = ", ".join(config.model_names)
         host = f"[{self.host}]" if ":" in self.host else self.host
         port = listener.getsockname()[1]
-        get_logger("serve").info("serving %s on http://%s:%d", names, host, port)
+        get_logger("serve").info("serving %s on http://%s:%d from %s", names, host, port, folder)
         try:
             server.run(sockets=[listener])
         finally:
@@ -143,14 +155,27 @@ class Serve:
         if not 0 <= self.port <= 65535:
             raise ValueError(f"--port: got {self.port}, expected 0 to 65535")
         num_bytes = size_in_bytes(self.cache_size, "--cache-size")
-        if num_bytes < 3 * _segment_bytes(num_bytes):
-            least = 3 * _segment_bytes(num_bytes)
-            raise ValueError(f"--cache-size: got {self.cache_size!r}, expected {least:,} or more")
+        least = 3 * max(_segment_bytes(num_bytes), self._longest_segment())
+        if num_bytes < least:
+            raise ValueError(
+                f"--cache-size: got {self.cache_size!r}, expected {least:,} bytes or more, three "
+                f"segments; to have less, delete {self.cache_dir or 'nothing'} first"
+            )
         if self.api_key_file is None and not _is_loopback(self.host):
             raise ValueError(
                 f"--host: got {self.host!r} without --api-key-file, expected a loopback address; "
                 "everyone in the network could ask"
             )
+
+    def _longest_segment(self) -> int:
+        """Return the bytes of the longest segment in --cache-dir.
+
+        A bound below three of them would empty the directory, which nobody asked for.
+        """
+        if self.cache_dir is None or not self.cache_dir.is_dir():
+            return 0
+        sizes = [file.stat().st_size for file in self.cache_dir.glob("segment-*.kv")]
+        return max(sizes, default=0)
 
     def _open_tier(self):
         """Return what opens the disk tier, or None without --cache-dir."""

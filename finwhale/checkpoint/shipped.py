@@ -35,3 +35,21 @@ def shipped_model() -> Path:
     raise CheckpointError(
         folder, expected="the shipped model finwhale-mini", found="no config.json", remedy=remedy
     )
+
+
+def checkpoint_folder(named: Path | None) -> Path:
+    """Return `named` if it is a checkpoint folder, or the shipped model's if nothing is named.
+
+    Raises CheckpointError that names the folder: the first file missed would point elsewhere.
+    """
+    if named is None:
+        return shipped_model()
+    if (named / "config.json").is_file():
+        return named
+    found = "no config.json" if named.is_dir() else "no such folder"
+    raise CheckpointError(
+        named,
+        expected="a checkpoint folder with config.json, weights and tokenizer.json",
+        found=found,
+        remedy="name another one, or none for the shipped model",
+    )
