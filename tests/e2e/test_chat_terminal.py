@@ -1,6 +1,6 @@
 """The terminal chat: in a pseudo-terminal, through a pipe, and as an object without either."""
 
-from __future__ import annotations
+from __future__ import contextlib
 
 import fcntl
 import os
@@ -323,6 +323,17 @@ class PseudoTerminal:
         before, _, self.seen = self.seen.partition(text)
         return before
 
+    def press_until(self, key, text):
+        """Press a key until `text` appears.
+
+        A signal between the prompt and the wait for a key ends no wait: a person presses again.
+        """
+        for _ in range(20):
+            self.type(key)
+            with contextlib.suppress(AssertionError):
+                return self.until(text, seconds=2)
+        raise AssertionError(f"no {text!r} in {self.seen!r}")
+
     def close(self):
         self.process.kill()
         self.process.wait()
@@ -350,8 +361,7 @@ def test_in_a_terminal_a_reply_streams_dim_and_ctrl_c_stops_it_alone():
         terminal.until("after")
         terminal.until("> ")
         # At the prompt it ends nothing either.
-        terminal.type("\x03")
-        terminal.until("/quit or end of input leaves")
+        terminal.press_until("\x03", "/quit or end of input leaves")
         terminal.type("/stats\n")
         terminal.until("turns 3, messages 6")
         terminal.type("\x04")
