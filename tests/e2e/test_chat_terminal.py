@@ -1,7 +1,8 @@
 """The terminal chat: in a pseudo-terminal, through a pipe, and as an object without either."""
 
-from __future__ import contextlib
+from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import re
