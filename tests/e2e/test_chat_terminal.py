@@ -381,7 +381,6 @@ sys.exit(tyro.cli(Chat).run())
 
 @pytest.mark.slow
 def test_the_shipped_model_talks_in_a_terminal_and_runs_a_tool():
-    pytest.importorskip("numba", reason="the engine's compiled kernels")
     arguments = [sys.executable, "-c", COMMAND, "--tools", "--temperature", "0", "--no-thinking"]
     terminal = PseudoTerminal(arguments)
     try:

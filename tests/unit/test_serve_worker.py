@@ -205,7 +205,7 @@ def test_an_error_of_one_choice_ends_the_request_with_that_error(start):
             return self
 
         def mask(self):
-            raise NotImplementedError
+            raise RuntimeError("this request cannot say what may follow")
 
         is_finished = False
 
