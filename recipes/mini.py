@@ -7,6 +7,8 @@
            rows of 16,384 in the deployed formats with the candidate pool; the first with simulated
            bounded replay in half of the rows, the second without
     chat   rows of 4,096: conversations beside text and recall, in the deployed formats
+    pool   rows of 16,384, the same with more recall: the layer that builds the candidate pool
+           learns what the layers that search it look for
 Text is the permissive tier of `finwhale corpus`. Generated documents are a quarter of the tokens.
 Source: spec/training.md II.4.5, II.4.6.
 """
@@ -34,7 +36,7 @@ _RECALL = (
     "long_copy=0.04",
     "variable_tracking=0.02",
 )
-_PEAK_RATE, _LONG_RATE = 6e-3, 1.5e-3
+_PEAK_RATE, _LONG_RATE, _POOL_RATE = 6e-3, 1.5e-3, 1e-3
 CHAT_SHARDS = "data/chat"
 
 
@@ -68,7 +70,7 @@ def _run(
         device="cuda",
         precision="bf16",
         eval_every=0,
-        save_every=150,
+        save_every=60,
         # Mixed rows differ in loss by more than a text's do.
         spike_factor=0,
     )
@@ -152,5 +154,35 @@ def chat() -> RunConfig:
         run,
         seed=2,
         data=replace(run.data, mixture=mixture),
+        quantization=QuantizationConfig(start=0.0, replay=0.5),
+    )
+
+
+def pool() -> RunConfig:
+    """The last phase: its builder learns from the attention of every layer that searches the pool.
+
+    Rows are long, as no other phase's last layers learned to look beyond the pool of a short row.
+    """
+    run = _run(
+        rows=2,
+        tokens=16_384,
+        rate=_POOL_RATE,
+        form="combined",
+        schedule=ScheduleConfig(steps=240, warmup_steps=10, min_ratio=0.05),
+        after="runs/mini/chat",
+    )
+    mixture = (
+        f"{CHAT_SHARDS}=0.50",
+        "repeated_recall=0.05",
+        "associative_recall=0.10",
+        "needle=0.10",
+        "long_copy=0.02",
+        "variable_tracking=0.01",
+    )
+    return replace(
+        run,
+        seed=4,
+        data=replace(run.data, mixture=mixture),
+        indexer=replace(run.indexer, rows=256, pool_teacher="searchers"),
         quantization=QuantizationConfig(start=0.0, replay=0.5),
     )

@@ -26,7 +26,7 @@ from rich.console import Console
 from finwhale.config.presets import unit
 from finwhale.config.run import RunConfig, with_overrides
 
-PHASES = ("warm", "base", "long", "quantized", "quantized_exact", "chat")
+PHASES = ("warm", "base", "long", "quantized", "quantized_exact", "chat", "pool")
 
 
 def phase_run(args: argparse.Namespace, phase: str) -> RunConfig:
@@ -74,7 +74,7 @@ def _tiny(run: RunConfig) -> RunConfig:
         batch_rows=2,
         micro_batch_rows=1,
         # A conversation is never cut, so its rows keep their length.
-        sequence_length={1024: 256, 4096: 4096 if is_chat else 512}.get(run.sequence_length, 512),
+        sequence_length=4096 if is_chat else min(512, run.sequence_length // 4),
         indexer=replace(run.indexer, recall_rows=8),
         device="cpu",
         precision="fp32",

@@ -106,9 +106,11 @@ class OptimConfig:
 
 
 INDEXER_FORMS = (
-    "frozen", "selected", "explored", "annealed", "dense_warmup", "sampled_rows", "combined"
+    "frozen", "selected", "explored", "annealed", "dense_warmup", "sampled_rows", "combined",
+    "dense_combined",
 )  # fmt: skip
-EXPLORING = ("explored", "combined")
+EXPLORING = ("explored", "combined", "dense_combined")
+BY_ROWS = ("sampled_rows", "combined", "dense_combined")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,7 +122,8 @@ class IndexerConfig:
           from every entry to index_topk over the first `phase` of the steps. "dense_warmup": every
           entry for that phase, then "selected". "sampled_rows": over all visible entries of
           `rows` query rows per packed row, the attention itself staying sparse. "combined":
-          "explored" and "sampled_rows" at once, the mean of their losses.
+          "explored" and "sampled_rows" at once, the mean of their losses. "dense_combined": every
+          entry for the first `phase` of the steps, taught on sampled rows; then "combined".
     """
 
     form: str = "dense_warmup"
@@ -129,6 +132,9 @@ class IndexerConfig:
     phase: float = 0.5
     rows: int = 16
     weight: float = 1.0
+    # Whose attention teaches the indexer that builds the candidate pool, on sampled rows: "own",
+    # the layers of its selection; "searchers", the layers that search the pool as well.
+    pool_teacher: str = "own"
     optimizer: str = "adamw"
     lr_scale: float = 2.0
     # Query rows per packed row on which recall against the full row is measured.
@@ -144,6 +150,10 @@ class IndexerConfig:
             _require(getattr(self, name) >= 0, f"indexer.{name}", getattr(self, name), "at least 0")
         idle = self.explore > 0 and self.form not in EXPLORING
         _require(not idle, "indexer.explore", self.explore, f"0 in the form {self.form}")
+        _one_of("indexer.pool_teacher", self.pool_teacher, ("own", "searchers"))
+        idle = self.pool_teacher != "own" and self.form not in BY_ROWS
+        want = f"own in the form {self.form}, which has no sampled rows"
+        _require(not idle, "indexer.pool_teacher", self.pool_teacher, want)
         for name in ("rows", "recall_rows", "weight", "lr_scale"):
             _require(getattr(self, name) > 0, f"indexer.{name}", getattr(self, name), "above 0")
 
@@ -208,7 +218,8 @@ class RunConfig:
     # "none": the model itself. Otherwise what it is compared with, in the same loop: "window", the
     # same with no attention beyond the window; "dense", a plain transformer of equal active size.
     baseline: str = "none"
-    # Folder of an earlier run whose weights this one starts from, with a fresh optimiser.
+    # Folder of an earlier run, or of a checkpoint, whose weights this one starts from, with a fresh
+    # optimiser.
     init_from: str | None = None
     batch_rows: int = 8
     # Rows per forward pass; a step accumulates gradients over batch_rows / micro_batch_rows passes.

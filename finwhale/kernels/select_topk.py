@@ -57,8 +57,12 @@ def select_topk_triton(scores: Tensor, k: int) -> Tensor:
     if not out.numel():
         return out
     scores = scores.contiguous()
-    wanted = torch.where(scores.isnan(), -torch.inf, scores)
-    threshold = wanted.topk(k, dim=-1, sorted=False).values.amin(-1)
+    if k == total:
+        # Everything possible is selected; a top-k of whole rows would be a sort.
+        threshold = scores.new_full(scores.shape[:-1], -torch.inf)
+    else:
+        wanted = torch.where(scores.isnan(), -torch.inf, scores)
+        threshold = wanted.topk(k, dim=-1, sorted=False).values.amin(-1)
     _select_kernel[(out.numel() // k,)](
         scores,
         threshold,

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from finwhale.config import LayerSpec
-from finwhale.config.run import EXPLORING, IndexerConfig
+from finwhale.config import LayerSpec, PoolUse
+from finwhale.config.run import BY_ROWS, EXPLORING, IndexerConfig
 from finwhale.ops.index import drawn_fractions
 
 
@@ -117,6 +117,7 @@ def sampled_rows(seed: Tensor, like: Tensor, count: int, first: Tensor | int = 0
 class _Group:
     """What one selection has gathered in this pass."""
 
+    spec: LayerSpec
     scores: Tensor
     topk: Tensor
     masses: list[Tensor] = field(default_factory=list)
@@ -131,16 +132,19 @@ class IndexObjective:
     rows         [B, R] int64 query rows for the full-row teacher; R = 0: none is made
     learns_selected  the loss is over the selection
     learns_rows      the loss is over all visible entries of `rows`; with both, their mean
+    teaches_pool     on `rows` the layer that builds the candidate pool learns from the attention of
+                     the layers that search it as well: what it leaves out they never see
     """
 
     live: Tensor
     rows: Tensor
     learns_selected: bool = True
     learns_rows: bool = False
+    teaches_pool: bool = False
     _groups: dict[int, _Group] = field(default_factory=dict)
 
     def scored(self, spec: LayerSpec, scores: Tensor, topk: Tensor) -> None:
-        self._groups[spec.layer_id] = _Group(scores=scores, topk=topk)
+        self._groups[spec.layer_id] = _Group(spec=spec, scores=scores, topk=topk)
 
     def wants_mass(self, spec: LayerSpec) -> bool:
         return spec.topk_owner is not None and self.learns_selected
@@ -166,6 +170,15 @@ class IndexObjective:
     def _row_visible(self, group: _Group) -> Tensor:
         return ~self._row_scores(group).detach().isneginf()
 
+    def _row_teacher(self, group: _Group) -> Tensor:
+        """Return the mass [B, R, M] that a group's indexer is taught on the sampled rows."""
+        masses = list(group.row_masses)
+        if self.teaches_pool and group.spec.pool is PoolUse.BUILDS:
+            for other in self._groups.values():
+                if other.spec.pool is PoolUse.SEARCHES:
+                    masses += other.row_masses
+        return _summed(masses)
+
     def losses(self) -> dict[int, Tensor]:
         """Return the summed loss of every indexer over the live positions, by owner layer.
 
@@ -177,7 +190,7 @@ class IndexObjective:
                 continue
             sums = []
             if self.learns_rows:
-                per_row = row_divergence(self._row_scores(group), _summed(group.row_masses))
+                per_row = row_divergence(self._row_scores(group), self._row_teacher(group))
                 live = self.live.gather(1, self.rows)
                 scale = self.live.shape[1] / self.rows.shape[1]
                 sums.append((per_row * live).sum() * scale)
@@ -238,17 +251,21 @@ class IndexSchedule:
         """
         k = min(index_topk, max_entries)
         progress = step / max(1, config.phase * steps)
-        if config.form == "dense_warmup" and progress < 1:
+        is_dense = config.form in ("dense_warmup", "dense_combined") and progress < 1
+        if is_dense:
             k = max_entries
         if config.form == "annealed" and progress < 1:
             k = annealed_topk(progress, k, max_entries)
-        explore = (config.explore or 2 * index_topk) if config.form in EXPLORING else 0
+        explores = config.form in EXPLORING and not is_dense
+        explore = (config.explore or 2 * index_topk) if explores else 0
+        # Over a row that is selected whole, both losses have one teacher; the sampled is cheaper.
+        only_rows = config.form == "sampled_rows" or (config.form == "dense_combined" and is_dense)
         return cls(
             topk=k,
             explore=min(explore, max_entries),
             learns=config.form != "frozen",
-            learns_rows=config.form in ("sampled_rows", "combined"),
-            learns_selected=config.form not in ("sampled_rows", "frozen"),
+            learns_rows=config.form in BY_ROWS,
+            learns_selected=config.form != "frozen" and not only_rows,
         )
 
 

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from finwhale.model import Backbone
+from finwhale.checkpoint.load import load_model
+from finwhale.model import Backbone, Numerics
 from finwhale.optim.optimizers import OptimizerError, Optimizers
 
 STATE_FILE = "state.pt"
@@ -92,11 +93,22 @@ def load_state(folder: Path, model: Backbone, optimizers: Optimizers) -> dict[st
 def load_weights(folder: Path, model: Backbone) -> int:
     """Give `model` the weights of the run in `folder`; return how many steps made them.
 
-    Raises StateError if there is no state, or it is of a model of other shapes.
+    A folder of a checkpoint gives its weights dequantised, and 0 steps: what its formats do not
+    hold is lost, so a run's own state is the better start where there is one.
+
+    Raises StateError if there is neither, or it is of a model of other shapes, and what
+    `load_model` raises for a damaged checkpoint.
     """
     path = folder / STATE_FILE
     if not path.exists():
-        raise StateError(f"init_from: {folder} holds no {STATE_FILE}; name the folder of a run")
+        if not (folder / "config.json").exists():
+            want = "name the folder of a run or of a checkpoint"
+            raise StateError(
+                f"init_from: {folder} holds no {STATE_FILE} and no config.json; {want}"
+            )
+        loaded = load_model(folder, numerics=Numerics(cache_rounding=False)).model
+        _load_weights(folder, {"model": loaded.state_dict()}, model)
+        return 0
     state = _read_state(path, "name another run")
     _load_weights(path, state, model)
     return state["step"]

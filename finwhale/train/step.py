@@ -224,6 +224,7 @@ class TrainStep:
                 rows=rows,
                 learns_selected=index.learns_selected,
                 learns_rows=index.learns_rows,
+                teaches_pool=run.indexer.pool_teacher == "searchers",
             )
         self.balance.watch(live)
         plan = self._plan(phase, observer)

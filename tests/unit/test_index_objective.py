@@ -239,6 +239,8 @@ def test_recall_is_one_where_the_best_scores_hold_the_most_mass_that_k_entries_c
         ("explored", 99, (4, 8, True, False)),
         ("sampled_rows", 0, (4, 0, True, True)),
         ("combined", 0, (4, 8, True, True)),
+        ("dense_combined", 49, (32, 0, True, True)),
+        ("dense_combined", 50, (4, 8, True, True)),
         ("dense_warmup", 0, (32, 0, True, False)),
         ("dense_warmup", 49, (32, 0, True, False)),
         ("dense_warmup", 50, (4, 0, True, False)),

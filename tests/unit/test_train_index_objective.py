@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from finwhale.config import AttentionMode
+from finwhale.config import AttentionMode, PoolUse
 from finwhale.data.packing import pack
 from finwhale.model.selection_plan import SelectionPlan
 from finwhale.ops.attention import sparse_attention_with_mass_ref
@@ -21,12 +21,18 @@ from tests.models import build, token_ids, unit_model
 NO_ROWS = torch.zeros(1, 0).long()
 
 
-def objective_of(tokens, rows=NO_ROWS, learns_rows=False, learns_selected=None) -> IndexObjective:
+def objective_of(
+    tokens, rows=NO_ROWS, learns_rows=False, learns_selected=None, teaches_pool=False
+) -> IndexObjective:
     live = torch.ones(1, tokens, dtype=torch.bool)
     if learns_selected is None:
         learns_selected = not learns_rows
     return IndexObjective(
-        live=live, rows=rows, learns_rows=learns_rows, learns_selected=learns_selected
+        live=live,
+        rows=rows,
+        learns_rows=learns_rows,
+        learns_selected=learns_selected,
+        teaches_pool=teaches_pool,
     )
 
 
@@ -54,6 +60,42 @@ def test_index_loss_teaches_all_of_the_indexer_and_nothing_else(learns_rows):
     assert list(losses) == [s.layer_id for s in model.specs if s.owns_topk]
     sum(losses.values()).backward()
     assert names_with_gradient(model) == indexer_names(model)
+
+
+def test_pool_builder_learns_what_the_searching_layers_look_at():
+    """By hand: its teacher is the mass of all decoder layers that read entries."""
+    model = unit_model()
+    rows = torch.arange(0, 40, 3).unsqueeze(0)
+    found = {}
+    for teaches in (False, True):
+        with torch.no_grad():
+            _, objective = passed(
+                model, token_ids(1, 40), rows=rows, learns_rows=True, learns_selected=False,
+                teaches_pool=teaches,
+            )  # fmt: skip
+            found[teaches] = {owner: float(loss) for owner, loss in objective.losses().items()}
+    builder = next(s.layer_id for s in model.specs if s.pool is PoolUse.BUILDS)
+    searchers = [s.layer_id for s in model.specs if s.pool is PoolUse.SEARCHES]
+    assert searchers
+    groups = objective._groups
+    teacher = sum(m for o in (builder, *searchers) for m in groups[o].row_masses)
+    scores = groups[builder].scores.gather(
+        1, rows.unsqueeze(-1).expand(-1, -1, groups[builder].scores.shape[-1])
+    )
+    live = objective.live.gather(1, rows)
+    by_hand = 0.0
+    for row in range(rows.shape[1]):
+        seen = ~scores[0, row].isneginf()
+        p = teacher[0, row, seen].double()
+        if live[0, row] and p.sum() > 0:
+            s = scores[0, row, seen].double()
+            by_hand += float(s.logsumexp(0) - (p / p.sum() * s).sum())
+    assert found[True][builder] == pytest.approx(by_hand * 40 / rows.shape[1], rel=1e-5)
+    # Control: it is another teacher, and nobody else's has changed.
+    assert found[True][builder] != pytest.approx(found[False][builder], rel=1e-3)
+    assert {o: v for o, v in found[True].items() if o != builder} == {
+        o: v for o, v in found[False].items() if o != builder
+    }
 
 
 def test_combined_loss_is_the_mean_of_its_two_halves():

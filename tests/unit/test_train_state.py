@@ -8,6 +8,7 @@ import shutil
 import pytest
 import torch
 
+from finwhale.checkpoint.save import save_checkpoint
 from finwhale.config.model import ConfigError
 from finwhale.config.presets import unit, with_compressed_vocab
 from finwhale.config.run import DataConfig, RunConfig
@@ -65,6 +66,18 @@ def test_a_run_starts_from_the_weights_of_another_and_nothing_else(tmp_path):
         assert torch.equal(tensor, other.state_dict()[name]), name
     with pytest.raises(StateError, match=r"init_from: .* holds no state\.pt"):
         load_weights(tmp_path / "nowhere", other)
+
+
+def test_a_run_starts_from_a_checkpoint_with_its_stored_weights(tmp_path):
+    model, _ = _fresh(0, "report")
+    save_checkpoint(model, tmp_path / "bf16", quantized=False)
+    other, _ = _fresh(1, "report")
+    assert load_weights(tmp_path / "bf16", other) == 0
+    # Engram's rows are FP8 in every checkpoint, all else is bf16.
+    for name, tensor in model.state_dict().items():
+        found = other.state_dict()[name]
+        limit = 2**-4 if "engram" in name else 2**-8
+        assert (found - tensor).norm() <= limit * tensor.norm(), name
 
 
 def test_state_of_other_optimisers_is_refused(tmp_path):

@@ -242,7 +242,7 @@ def test_replay_starts_lie_one_window_before_an_end_inside_the_document():
 
 
 @pytest.mark.parametrize(
-    "form", ["selected", "explored", "dense_warmup", "sampled_rows", "combined", "frozen"]
+    "form", ["selected", "explored", "dense_warmup", "dense_combined", "combined", "frozen"]
 )
 def test_every_form_takes_a_step_that_lowers_its_losses(form):
     """Many steps on one batch: the loss and, where it is taught, every indexer's loss fall."""
