@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from finwhale.config import PoolUse
 from finwhale.config.presets import unit, with_compressed_vocab
 from finwhale.config.run import (
     IndexerConfig,
@@ -274,3 +275,21 @@ def test_explored_steps_differ_from_step_to_step_and_repeat_by_seed():
     selected = training_of(run_of("selected"))
     one, two = (selected.gradients(batch_of(), step).index_losses for step in (0, 1))
     assert one == two
+
+
+def test_pool_teacher_works_in_the_deployed_formats():
+    """Only the builder's loss depends on it, and it falls."""
+    found = {}
+    for teacher in ("own", "searchers"):
+        indexer = IndexerConfig(form="combined", rows=20, pool_teacher=teacher)
+        formats = QuantizationConfig(start=0.0, replay=0.5)
+        training = training_of(run_of(indexer=indexer, quantization=formats))
+        losses = []
+        for _ in range(6):
+            losses.append(training.gradients(batch_of(), 3).index_losses)
+            training.update(3e-3)
+        found[teacher] = losses
+    builder = next(s.layer_id for s in training.model.specs if s.pool is PoolUse.BUILDS)
+    first = {teacher: losses[0] for teacher, losses in found.items()}
+    assert {o for o in first["own"] if first["own"][o] != first["searchers"][o]} == {builder}
+    assert found["searchers"][-1][builder] < found["searchers"][0][builder]
