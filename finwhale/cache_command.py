@@ -38,7 +38,7 @@ class Cache:
         """Do it, print what is there, and return 1 if something is damaged."""
         from rich.console import Console
 
-        from finwhale.cache.disk_check import survey
+        from finwhale.tiers.disk_check import survey
 
         if (self.action == "prune") != (self.size is not None):
             raise ValueError(
@@ -64,8 +64,8 @@ class Cache:
         return 0
 
     def _prune(self, num_bytes: int) -> None:
-        from finwhale.cache.disk_check import survey
-        from finwhale.cache.disk_store import DiskStore, DiskStoreConfig
+        from finwhale.tiers.disk_check import survey
+        from finwhale.tiers.disk_store import DiskStore, DiskStoreConfig
 
         # A store of the bound asked for gives the rest up as it opens; any namespace will do.
         longest = max((s.num_bytes for s in survey(self.directory).segments), default=0)

@@ -181,7 +181,7 @@ class Serve:
         """Return what opens the disk tier, or None without --cache-dir."""
         if self.cache_dir is None:
             return None
-        from finwhale.cache.disk_store import DiskStore, DiskStoreConfig
+        from finwhale.tiers.disk_store import DiskStore, DiskStoreConfig
 
         directory, num_bytes = self.cache_dir, size_in_bytes(self.cache_size, "--cache-size")
         segment_bytes = _segment_bytes(num_bytes)

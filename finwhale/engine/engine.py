@@ -33,7 +33,6 @@ from finwhale.cache.block_bytes import group_bytes
 from finwhale.cache.paged_pools import PagedLayout, PagedPools
 from finwhale.cache.prefix_index import PrefixIndex
 from finwhale.cache.prefix_key import Namespace
-from finwhale.cache.tier import Tier
 from finwhale.config import ConfigError
 from finwhale.config.engine import EngineConfig
 from finwhale.engine.invariance import broken_promises, engine_ops
@@ -45,6 +44,7 @@ from finwhale.engine.scheduler import Scheduler
 from finwhale.engine.sequence import Sequence
 from finwhale.model import Backbone
 from finwhale.telemetry import get_logger
+from finwhale.tiers.tier import Tier
 
 logger = get_logger("engine")
 # What the bytes of a block mean; raised by whatever changes global KV for the same tokens.

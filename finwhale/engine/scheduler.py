@@ -30,13 +30,13 @@ from finwhale.cache.block_bytes import read_block, write_block
 from finwhale.cache.paged_pools import PagedPools
 from finwhale.cache.prefix_index import Match, PrefixIndex
 from finwhale.cache.prefix_key import block_key
-from finwhale.cache.tier import Tier
 from finwhale.config.engine import EngineConfig
 from finwhale.engine.paged_pass import RowSpan
 from finwhale.engine.prefill import exact_decoder_rows, exact_encoder_rows
 from finwhale.engine.runner import Work
 from finwhale.engine.sequence import Sequence
 from finwhale.telemetry import get_logger
+from finwhale.tiers.tier import Tier
 
 logger = get_logger("engine")
 

@@ -14,14 +14,14 @@ import pytest
 import torch
 
 from finwhale.cache.block_bytes import group_bytes, read_block, write_block
-from finwhale.cache.disk_store import DiskStore, DiskStoreConfig
 from finwhale.cache.paged_pools import PagedLayout, PagedPools
-from finwhale.cache.tier import Retention, TierStats
 from finwhale.config.engine import EngineConfig
 from finwhale.engine.engine import Engine
 from finwhale.engine.prefill import exact_decoder_rows, exact_encoder_rows
 from finwhale.engine.request import SamplingParams
 from finwhale.model import Numerics
+from finwhale.tiers.disk_store import DiskStore, DiskStoreConfig
+from finwhale.tiers.tier import Retention, TierStats
 from tests.models import token_ids, unit_model
 from tests.uncached_engine import drain, expected
 

@@ -20,8 +20,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from finwhale.cache.disk_index import INDEX_NAME, DiskIndex, Row
-from finwhale.cache.disk_segments import (
+from finwhale.cache.prefix_key import text_bytes
+from finwhale.tiers.disk_index import INDEX_NAME, DiskIndex, Row
+from finwhale.tiers.disk_segments import (
     ALIGNMENT,
     MAX_GROUPS,
     Disk,
@@ -34,8 +35,7 @@ from finwhale.cache.disk_segments import (
     record_bytes,
     segment_name,
 )
-from finwhale.cache.prefix_key import text_bytes
-from finwhale.cache.tier import Groups, Retention, StoreError, TierStats
+from finwhale.tiers.tier import Groups, Retention, StoreError, TierStats
 
 LOCK_NAME = "LOCK"
 # One flush serves this many bytes, so that many small blocks cost few flushes.
