@@ -56,17 +56,20 @@ class Shelf:
             found += 1
         return found
 
-    def load(self, key, *, tenant=""):
+    def load(self, key, *, tenant="", parent=b""):
         self.loads += 1
         if self.loads in self.lost:
             return None
         return self.held.get((self.namespace, tenant, key))
 
-    def store(self, key, groups, *, tokens, tenant="", retention=Retention.NORMAL):
+    def store(self, key, groups, *, tokens, tenant="", retention=Retention.NORMAL, parent=b""):
         assert tuple(map(len, groups)) == self.sizes
         assert tokens[1] - tokens[0] == BLOCK
         self.held[self.namespace, tenant, key] = tuple(map(bytes, groups))
         return True
+
+    def touch(self, keys, *, tenant=""):
+        return None
 
     def pin(self, key, *, tenant=""):
         return False
@@ -269,7 +272,8 @@ def test_a_preempted_sequence_comes_back_through_the_tier():
 
 
 def test_changed_weights_close_the_tier_and_open_it_under_another_name(shelf):
-    model = unit_model(Numerics())
+    # A model of its own: the other tests share theirs.
+    model = copy.deepcopy(MODEL)
     engine = engine_of(shelf.open, model)
     before = shelf.namespace
     shelf.is_closed = False
