@@ -119,6 +119,15 @@ class Serve:
         engine = Engine(
             loaded.model, engine_config, tokenizer_digest=digest, open_tier=self._open_tier()
         )
+        if self.memory_cache is not None:
+            size = engine.pools.num_bytes()
+            pool_bytes = size["main"] + size["index_k"]
+            if size_in_bytes(self.memory_cache, "--memory-cache") < 2 * pool_bytes:
+                get_logger("serve").warning(
+                    "--memory-cache %s brings little: it holds copies of the blocks, %d bytes",
+                    self.memory_cache,
+                    pool_bytes,
+                )
         service = Service.of_engine(engine, tokenizer, config)
         page = page_routes(
             service,

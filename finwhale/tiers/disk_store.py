@@ -179,8 +179,8 @@ class DiskStore:
 
     def touch(self, keys: Sequence[bytes], *, tenant: str = "") -> None:
         """Note that a chain has been in use; from its end, so that its first block goes last."""
-        for key in reversed(keys):
-            self._touch(self._address(key, tenant))
+        digest = _tenant_digest(tenant)
+        self._touch(*(block_address(self.config.namespace, digest, k) for k in reversed(keys)))
 
     def pin(self, key: bytes, *, tenant: str = "") -> bool:
         """Keep a block until as many `unpin` calls; False if it is not here. Gone with the process.
@@ -314,13 +314,14 @@ class DiskStore:
             )
         return num_bytes
 
-    def _touch(self, address: bytes) -> int:
+    def _touch(self, *addresses: bytes) -> int:
         with self._wake:
-            self._clock += 1
-            if not self.config.read_only:
-                self._touched[address] = self._clock
-                if len(self._touched) >= _MAX_TOUCHED:
-                    self._wake.notify_all()
+            for address in addresses:
+                self._clock += 1
+                if not self.config.read_only:
+                    self._touched[address] = self._clock
+            if len(self._touched) >= _MAX_TOUCHED:
+                self._wake.notify_all()
             return self._clock
 
     def _enqueue(self, item: _Block | _Forget) -> None:
