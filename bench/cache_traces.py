@@ -2,7 +2,7 @@
 
     python bench/cache_traces.py --agents FOLDER [--mooncake FILE] [--arms ...] [--limit N]
     python bench/cache_traces.py --generated 8        # without files: the same statistics
-    python bench/cache_traces.py --figure             # draws what bench/results/ holds
+    python bench/cache_traces.py --figure             # tables and picture of the results so far
 
 FOLDER has conversations of kv-cache-tester (`trace_*.json`), FILE is Mooncake's conversation trace.
 Every line of bench/results/cache_traces.jsonl is one arm on one trace; docs/cache-traces.md says
@@ -102,6 +102,8 @@ def run(trace: Trace, arm: str, plan: CachePlan, scratch: Path | None) -> dict[s
         + " ".join(f"{tier} {value:6.1%}" for tier, value in share.items())
         + f"  replayed {served.replayed_tokens:11,}  modelled {result['job_seconds']:9,.0f} s"
     )
+    if plan.whole_payload and found["tiers"]["disk"].stored_bytes != sum(written.values()):
+        raise SystemExit("the disk tier wrote other bytes than were counted")
     if written["snapshots"]:
         ratio = 1 + written["snapshots"] / written["blocks"]
         want = snapshot_ratio(trace)
@@ -111,13 +113,48 @@ def run(trace: Trace, arm: str, plan: CachePlan, scratch: Path | None) -> dict[s
     return result
 
 
+def results() -> dict[tuple[str, str], dict]:
+    """Return the last line of every trace and arm."""
+    lines = (RESULTS / f"{NAME}.jsonl").read_text(encoding="utf-8").splitlines()
+    return {(r["trace"], r["arm"]): r for r in (json.loads(line)["result"] for line in lines)}
+
+
+def table() -> None:
+    """Print what docs/cache-traces.md shows, from the results."""
+    print("| trace | arm | pool | memory | disk | replayed | rows | prefill s | disk bytes |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for (trace, arm), r in results().items():
+        if trace.startswith("new "):
+            continue
+        served, size = r["served"], r["block_tokens"]
+        total = served["input_tokens"]
+        shares = [served[f"{t}_blocks"] * size / total for t in ("device", "memory", "disk")]
+        prefill_s = r["job_seconds"] - served["output_tokens"] / r["cost_model"]["decode_tps"]
+        cells = [f"{share:.1%}" for share in shares]
+        cells += [
+            f"{served['replayed_tokens'] / total:.2%}",
+            f"{served['encoder_rows'] / 1e6:.1f}M",
+        ]
+        cells += [f"{prefill_s:,.0f}", f"{sum(r['disk_bytes'].values()) / 1e9:.2f} GB"]
+        print(f"| {trace} | {arm} | " + " | ".join(cells) + " |")
+    print()
+    print("| trace | new tokens a turn | measured | formula | difference |")
+    print("|---|---|---|---|---|")
+    for (trace, _), r in results().items():
+        if "ratio" in r:
+            off = r["ratio"] / r["ratio_by_formula"] - 1
+            print(
+                f"| {trace} | {r['new_tokens_a_turn']:,.0f} | {r['ratio']:.4f} | "
+                f"{r['ratio_by_formula']:.4f} | {off:+.2%} |"
+            )
+
+
 def draw() -> Path:
-    """Draw hits by tier and the ratio of bytes; the last line of every trace and arm counts."""
+    """Draw hits by tier and the ratio of bytes."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    lines = (RESULTS / f"{NAME}.jsonl").read_text(encoding="utf-8").splitlines()
-    found = {(r["trace"], r["arm"]): r for r in (json.loads(line)["result"] for line in lines)}
+    found = results()
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
@@ -188,8 +225,10 @@ def main() -> int:
                 turns=40, first_tokens=median, new_tokens=(median, 3 * median), max_tokens=400_000
             )
             trace = replace(generate_agents(2, statistics=own), name=f"new {median}")
-            run(trace, "snapshot a turn", plans(64, 1)["snapshot a turn"], args.scratch)
+            plan = replace(plans(64, 1)["snapshot a turn"], whole_payload=args.whole)
+            run(trace, "snapshot a turn", plan, args.scratch)
     if args.figure:
+        table()
         draw()
     if not (traces or args.ratios or args.figure):
         parser.error("name a trace: --agents, --mooncake or --generated; or --ratios, --figure")
