@@ -49,7 +49,9 @@ def plans(block_tokens: int, num_requests: int) -> dict[str, CachePlan]:
         "no cache": CachePlan(device_blocks=device, keeps=False),
         "device": replace(tiers, memory_blocks=0, disk_blocks=0),
         "tiers": tiers,
-        "tiers, windows for an hour": replace(tiers, windows=num_requests * 2, lifetime_s=3600.0),
+        "tiers, windows for an hour": replace(
+            tiers, windows=min(2 * num_requests, 8_192), lifetime_s=3600.0
+        ),
         "tiers, no windows": replace(tiers, windows=0),
         "tiers, bounded": replace(tiers, windows=0, prefill="bounded"),
         "snapshot a turn": replace(
@@ -123,7 +125,7 @@ def table() -> None:
     """Print what docs/cache-traces.md shows, from the results."""
     print("| trace | arm | pool | memory | disk | replayed | rows | prefill s | disk bytes |")
     print("|---|---|---|---|---|---|---|---|---|")
-    for (trace, arm), r in results().items():
+    for (trace, arm), r in sorted(results().items()):
         if trace.startswith("new "):
             continue
         served, size = r["served"], r["block_tokens"]
@@ -140,7 +142,7 @@ def table() -> None:
     print()
     print("| trace | new tokens a turn | measured | formula | difference |")
     print("|---|---|---|---|---|")
-    for (trace, _), r in results().items():
+    for (trace, _), r in sorted(results().items(), key=lambda item: item[1]["new_tokens_a_turn"]):
         if "ratio" in r:
             off = r["ratio"] / r["ratio_by_formula"] - 1
             print(
@@ -155,10 +157,10 @@ def draw() -> Path:
     from matplotlib.figure import Figure
 
     found = results()
-    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    figure = Figure(figsize=(11, 4.4), layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
-    shown = [key for key in found if key[1] != "snapshot a turn" and not key[0].startswith("new ")]
+    shown = sorted(k for k in found if k[1] != "snapshot a turn" and not k[0].startswith("new "))
     for row, key in enumerate(reversed(shown)):
         served, start = found[key]["served"], 0.0
         for color, tier in enumerate(("device", "memory", "disk")):
@@ -168,7 +170,8 @@ def draw() -> Path:
             start += share
         replayed = served["replayed_tokens"] / served["input_tokens"]
         left.barh(row, replayed, height=0.25, color="black", label=None if row else "replayed")
-    left.set_yticks(range(len(shown)), [f"{trace}: {arm}" for trace, arm in reversed(shown)])
+    names = [f"{trace.partition('_')[0]}: {arm}" for trace, arm in reversed(shown)]
+    left.set_yticks(range(len(shown)), names)
     left.set_xlim(0, 1)
     left.set_xlabel("share of prompt tokens")
     left.legend(fontsize=8, loc="lower left", bbox_to_anchor=(0, 1), ncols=4, frameon=False)
@@ -182,8 +185,13 @@ def draw() -> Path:
         marker = {"generated": "o", "agents": "s"}.get(name, "^")
         right.plot(r["new_tokens_a_turn"], r["ratio"], marker, color="C3")
         if name != "generated":
-            right.annotate(f"  {name}", (r["new_tokens_a_turn"], r["ratio"]), fontsize=8)
+            place = r["new_tokens_a_turn"], r["ratio"]
+            short = name.partition("_")[0]
+            right.annotate(short, place, (0, 9), textcoords="offset points", fontsize=8, ha="left")
     right.set_xscale("log")
+    right.set_yscale("log")
+    right.set_yticks((1, 1.5, 2, 4, 8), ("1", "1.5", "2", "4", "8"), minor=False)
+    right.minorticks_off()
     right.set_xlabel("n, new tokens of a turn (mean)")
     right.set_ylabel("disk bytes with a window snapshot a turn,\nover global KV alone")
     right.legend(fontsize=8)
