@@ -183,6 +183,20 @@ def test_windows_outlive_their_blocks_in_the_pool_and_expire():
     assert engine.scheduler.windows.stats().expired > 0
 
 
+def test_spoiled_windows_would_be_seen():
+    """Negative control: what is restored is what is read."""
+    engine = engine_of(MemoryStore(1 << 30))
+    prompt = IDS[: LONG + 5]
+    served(engine, prompt)
+    again = [*prompt, 7, 7, 7]
+    right = served(engine_of(), again)
+    for kept in engine.scheduler.windows._kept.values():
+        kept.value.bitwise_xor_(1)
+    wrong = served(engine, again)
+    assert engine.scheduler.stats.restored_windows == 1
+    assert wrong.results != right.results
+
+
 def test_windows_of_another_tenant_or_other_weights_are_never_restored():
     engine = engine_of(MemoryStore(1 << 30))
     prompt = IDS[: LONG + 5]
