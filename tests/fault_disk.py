@@ -17,8 +17,8 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from finwhale.cache.disk_index import INDEX_NAME
-from finwhale.cache.disk_segments import Disk
+from finwhale.tiers.disk_index import INDEX_NAME
+from finwhale.tiers.disk_segments import Disk
 
 SECTOR = 512
 CRASHES = ("drop", "keep", "tear", "late", "names", "random")

@@ -145,8 +145,7 @@ def scheduler_of(config: EngineConfig) -> Scheduler:
         weights_digest="w", layout="l", numerics="n", tokenizer="t", replay_mode="exact"
     )
     allocator = BlockAllocator(config.num_blocks)
-    budget = config.snapshot_bytes
-    index = PrefixIndex(allocator, name, config.block_size, max_attachment_bytes=budget)
+    index = PrefixIndex(allocator, name, config.block_size)
     return Scheduler(config, pools, allocator, index)
 
 

@@ -10,9 +10,9 @@ Source: spec/kv-cache.md sections 4.1, 4.3 and 8; cases 43, 44 and 46.
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from finwhale.cache.block_allocator import BlockAllocator
@@ -88,40 +88,10 @@ class _Cached:
         return not self.holds and not self.num_children
 
 
-@dataclass(kw_only=True)
-class _Attachments:
-    """Values with sizes, least recently used first, within a byte budget."""
-
-    max_bytes: int
-    num_bytes: int = 0
-    items: OrderedDict[bytes, tuple[object, int]] = field(default_factory=OrderedDict)
-
-    def put(self, key: bytes, value: object, num_bytes: int) -> bool:
-        self.drop(key)
-        if num_bytes > self.max_bytes:
-            return False
-        while self.num_bytes + num_bytes > self.max_bytes:
-            self.drop(next(iter(self.items)))
-        self.items[key] = (value, num_bytes)
-        self.num_bytes += num_bytes
-        return True
-
-    def get(self, key: bytes) -> object | None:
-        if key not in self.items:
-            return None
-        self.items.move_to_end(key)
-        return self.items[key][0]
-
-    def drop(self, key: bytes) -> None:
-        _, num_bytes = self.items.pop(key, (None, 0))
-        self.num_bytes -= num_bytes
-
-
 class PrefixIndex:
     """The cached blocks of one namespace; holds one reference to each.
 
-    max_blocks            cached blocks at most (None: as many as the allocator has)
-    max_attachment_bytes  budget of all attachments; 0 keeps none
+    max_blocks  cached blocks at most (None: as many as the allocator has)
     """
 
     def __init__(
@@ -130,17 +100,11 @@ class PrefixIndex:
         namespace: Namespace,
         block_size: int,
         max_blocks: int | None = None,
-        *,
-        max_attachment_bytes: int = 0,
     ) -> None:
         if block_size < 1:
             raise PrefixError(f"block_size: got {block_size}, expected 1 or more")
-        for name, value in (
-            ("max_blocks", max_blocks or 0),
-            ("max_attachment_bytes", max_attachment_bytes),
-        ):
-            if value < 0:
-                raise PrefixError(f"{name}: got {value}, expected 0 or more")
+        if max_blocks is not None and max_blocks < 0:
+            raise PrefixError(f"max_blocks: got {max_blocks}, expected 0 or more")
         self.allocator = allocator
         self.namespace = namespace
         self.block_size = block_size
@@ -153,7 +117,6 @@ class PrefixIndex:
         # (last_used, key); an item counts only while it agrees with the block it names.
         self._queue: list[tuple[int, bytes]] = []
         self._clock = 0
-        self._attachments = _Attachments(max_bytes=max_attachment_bytes)
         allocator.watch(self._on_shared)
 
     @property
@@ -165,11 +128,6 @@ class PrefixIndex:
     def num_evictable(self) -> int:
         """Blocks that `evict` could free now, one after the other; O(1)."""
         return self._num_evictable
-
-    @property
-    def num_attachment_bytes(self) -> int:
-        """Bytes of all attachments, as `attach` was told."""
-        return self._attachments.num_bytes
 
     def root_key(self, salt: str = "") -> bytes:
         """Return the parent key of a first block [36 bytes]; requests share only equal salts."""
@@ -309,34 +267,8 @@ class PrefixIndex:
         self._by_block.clear()
         self._queue.clear()
         self._num_evictable = 0
-        self._attachments = _Attachments(max_bytes=self._attachments.max_bytes)
         for block in blocks:
             self.allocator.release(block)
-
-    def attach(self, key: bytes, value: object, num_bytes: int) -> bool:
-        """Keep `value` with the prefix that ends at `key`, in place of an older one.
-
-        It goes with its block, or when newer ones need its bytes (least recently used first).
-        Returns False if it is larger than the whole budget, or if the key's block has gone (after
-        `clear`). The index never looks inside.
-        """
-        if key not in self._cached:
-            return False
-        if num_bytes < 0:
-            raise PrefixError(f"num_bytes: got {num_bytes}, expected 0 or more")
-        return self._attachments.put(key, value, num_bytes)
-
-    def attachment(self, key: bytes) -> object | None:
-        """Return what is attached to `key`, or None."""
-        return self._attachments.get(key)
-
-    def longest_attachment(self, match: Match) -> tuple[int, object] | None:
-        """Return (number of blocks, value) of the longest part of a match with an attachment."""
-        for num_blocks in range(len(match.keys), 0, -1):
-            key = match.keys[num_blocks - 1]
-            if key in self._attachments.items:
-                return num_blocks, self._attachments.get(key)
-        return None
 
     def _tick(self) -> int:
         self._clock += 1
@@ -414,7 +346,6 @@ class PrefixIndex:
     def _remove(self, cached: _Cached) -> None:
         del self._cached[cached.key], self._by_block[cached.block]
         self._num_evictable -= 1
-        self._attachments.drop(cached.key)
         self.allocator.release(cached.block)
         parent = cached.parent
         if parent is not None:

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import hashlib
 import ipaddress
+import math
 import socket
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import tyro
 
@@ -21,6 +22,10 @@ from finwhale.chat_ui.sizes import size_in_bytes
 
 if TYPE_CHECKING:
     from finwhale.config.server import ServerConfig
+    from finwhale.engine.engine import OpenTier
+    from finwhale.tiers.disk_store import DiskStore
+    from finwhale.tiers.memory_store import MemoryStore
+    from finwhale.tiers.tier import Tier
 
 
 _LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
@@ -56,6 +61,10 @@ class Serve:
     """Folder that keeps cached prefixes over a restart; one server at a time."""
     cache_size: str = "10GB"
     """Bytes of --cache-dir's segments at most."""
+    memory_cache: Annotated[str | None, tyro.conf.arg(metavar="SIZE")] = None
+    """Host memory for cached prefixes that leave the blocks, as in 4GB; none by default."""
+    window_lifetime_s: Annotated[float, tyro.conf.arg(metavar="S")] = 600.0
+    """Time that a prefix's windows stay in memory unused; a hit that finds them replays nothing."""
     max_requests: Annotated[int, tyro.conf.arg(metavar="N")] = 256
     """Choices queued or running; one more is refused."""
     max_tokens: Annotated[int, tyro.conf.arg(metavar="N")] = 8192
@@ -103,12 +112,22 @@ class Serve:
             max_batch_tokens=max(256, 2 * self.max_sequences),
             max_waiting=self.max_requests,
             prefill=self.prefill,
+            snapshot_lifetime_s=self.window_lifetime_s,
         )
         loaded = load_model(folder, numerics=Numerics(), ops=FAST)
         digest = hashlib.sha256(tokenizer.raw.to_str().encode()).hexdigest()
         engine = Engine(
             loaded.model, engine_config, tokenizer_digest=digest, open_tier=self._open_tier()
         )
+        if self.memory_cache is not None:
+            size = engine.pools.num_bytes()
+            pool_bytes = size["main"] + size["index_k"]
+            if size_in_bytes(self.memory_cache, "--memory-cache") < 2 * pool_bytes:
+                get_logger("serve").warning(
+                    "--memory-cache %s brings little: it holds copies of the blocks, %d bytes",
+                    self.memory_cache,
+                    pool_bytes,
+                )
         service = Service.of_engine(engine, tokenizer, config)
         page = page_routes(
             service,
@@ -131,14 +150,15 @@ class Serve:
             )
         )
         if engine.tier is not None:
-            held = engine.tier.stats()
-            get_logger("serve").info(
-                "cache %s: %d blocks, %d of %s bytes",
-                self.cache_dir,
-                held.num_blocks,
-                held.num_bytes,
-                self.cache_size,
-            )
+            sizes = {"memory": self.memory_cache, "disk": f"{self.cache_size} in {self.cache_dir}"}
+            for name, held in engine.tier.figures().items():
+                get_logger("serve").info(
+                    "cache, %s: %d blocks, %d bytes of %s",
+                    name,
+                    held.num_blocks,
+                    held.num_bytes,
+                    sizes[name],
+                )
         names = ", ".join(config.model_names)
         host = f"[{self.host}]" if ":" in self.host else self.host
         port = listener.getsockname()[1]
@@ -154,6 +174,12 @@ class Serve:
         """Refuse what can be refused before anything is read."""
         if not 0 <= self.port <= 65535:
             raise ValueError(f"--port: got {self.port}, expected 0 to 65535")
+        if self.memory_cache is not None:
+            size_in_bytes(self.memory_cache, "--memory-cache")
+        if not 0 < self.window_lifetime_s < math.inf:
+            raise ValueError(
+                f"--window-lifetime-s: got {self.window_lifetime_s}, expected seconds over 0"
+            )
         num_bytes = size_in_bytes(self.cache_size, "--cache-size")
         least = 3 * max(_segment_bytes(num_bytes), self._longest_segment())
         if num_bytes < least:
@@ -177,27 +203,51 @@ class Serve:
         sizes = [file.stat().st_size for file in self.cache_dir.glob("segment-*.kv")]
         return max(sizes, default=0)
 
-    def _open_tier(self):
-        """Return what opens the disk tier, or None without --cache-dir."""
-        if self.cache_dir is None:
+    def _open_tier(self) -> OpenTier | None:
+        """Return what opens the tiers behind the engine's blocks, or None if there are none."""
+        if self.cache_dir is None and self.memory_cache is None:
             return None
-        from finwhale.cache.disk_store import DiskStore, DiskStoreConfig
 
-        directory, num_bytes = self.cache_dir, size_in_bytes(self.cache_size, "--cache-size")
-        segment_bytes = _segment_bytes(num_bytes)
+        def open_tier(namespace: bytes, group_bytes: tuple[int, ...]) -> Tier:
+            memory = self._memory(group_bytes)
+            disk = self._disk(namespace, group_bytes)
+            if memory is None or disk is None:
+                return cast("Tier", memory or disk)
+            from finwhale.tiers.chain import TierChain
 
-        def open_tier(namespace: bytes, group_bytes: tuple[int, ...]) -> DiskStore:
-            return DiskStore(
-                DiskStoreConfig(
-                    directory=directory,
-                    namespace=namespace,
-                    max_bytes=num_bytes,
-                    segment_bytes=segment_bytes,
-                    group_bytes=group_bytes,
-                )
-            )
+            return TierChain(memory, disk)
 
         return open_tier
+
+    def _memory(self, group_bytes: tuple[int, ...]) -> MemoryStore | None:
+        if self.memory_cache is None:
+            return None
+        from finwhale.tiers.memory_store import OVERHEAD_BYTES, MemoryStore
+
+        num_bytes = size_in_bytes(self.memory_cache, "--memory-cache")
+        least = sum(group_bytes) + OVERHEAD_BYTES
+        if num_bytes < least:
+            raise ValueError(
+                f"--memory-cache: got {self.memory_cache!r}, expected {least:,} bytes or more, one "
+                "block"
+            )
+        return MemoryStore(num_bytes)
+
+    def _disk(self, namespace: bytes, group_bytes: tuple[int, ...]) -> DiskStore | None:
+        if self.cache_dir is None:
+            return None
+        from finwhale.tiers.disk_store import DiskStore, DiskStoreConfig
+
+        num_bytes = size_in_bytes(self.cache_size, "--cache-size")
+        return DiskStore(
+            DiskStoreConfig(
+                directory=self.cache_dir,
+                namespace=namespace,
+                max_bytes=num_bytes,
+                segment_bytes=_segment_bytes(num_bytes),
+                group_bytes=group_bytes,
+            )
+        )
 
     def _config(self, folder: Path) -> ServerConfig:
         from finwhale.config.server import ServerConfig

@@ -7,6 +7,7 @@ refused here.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from finwhale.config.model import ConfigError
@@ -29,6 +30,9 @@ class EngineConfig:
                        the approximation A01. "full": all layers on all tokens
     prefix_cache       keep full blocks for later prompts
     snapshot_bytes     memory for windows at block ends: a hit that finds one replays nothing
+    snapshot_lifetime_s  time since they were last of use, after which they are forgotten
+    load_cost          rows computed in the time that a slower tier takes to load one token's
+                       global KV: a hit there is loaded if it saves more rows than it costs
     storage            "fp4": the deployed records. "bf16", "fp32": for debugging
     batch_invariant    the same bits in any company; off: products of fewer than four rows take the
                        library's shorter path
@@ -44,6 +48,8 @@ class EngineConfig:
     prefill: str = "exact"
     prefix_cache: bool = True
     snapshot_bytes: int = 256 << 20
+    snapshot_lifetime_s: float = 600.0
+    load_cost: float = 0.01
     storage: str = "fp4"
     batch_invariant: bool = True
     kernels: str = "auto"
@@ -65,6 +71,12 @@ class EngineConfig:
                 raise ConfigError(f"engine.{name}: got {getattr(self, name)}, expected at least 1")
         if self.snapshot_bytes < 0:
             raise ConfigError(f"engine.snapshot_bytes: got {self.snapshot_bytes}, expected >= 0")
+        if not self.snapshot_lifetime_s > 0:
+            raise ConfigError(
+                f"engine.snapshot_lifetime_s: got {self.snapshot_lifetime_s}, expected over 0"
+            )
+        if not 0 <= self.load_cost < math.inf:
+            raise ConfigError(f"engine.load_cost: got {self.load_cost}, expected 0 or more rows")
         if self.max_batch_tokens <= self.max_sequences:
             raise ConfigError(
                 f"engine.max_batch_tokens: got {self.max_batch_tokens}, expected more than "

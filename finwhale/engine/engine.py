@@ -33,7 +33,6 @@ from finwhale.cache.block_bytes import group_bytes
 from finwhale.cache.paged_pools import PagedLayout, PagedPools
 from finwhale.cache.prefix_index import PrefixIndex
 from finwhale.cache.prefix_key import Namespace
-from finwhale.cache.tier import Tier
 from finwhale.config import ConfigError
 from finwhale.config.engine import EngineConfig
 from finwhale.engine.invariance import broken_promises, engine_ops
@@ -45,6 +44,7 @@ from finwhale.engine.scheduler import Scheduler
 from finwhale.engine.sequence import Sequence
 from finwhale.model import Backbone
 from finwhale.telemetry import get_logger
+from finwhale.tiers.tier import Tier
 
 logger = get_logger("engine")
 # What the bytes of a block mean; raised by whatever changes global KV for the same tokens.
@@ -132,7 +132,6 @@ class Engine:
             self.namespace,
             self.config.block_size,
             max_blocks=None if self.config.prefix_cache else 0,
-            max_attachment_bytes=self.config.snapshot_bytes,
         )
 
     def _new_tier(self) -> Tier | None:
@@ -167,7 +166,7 @@ class Engine:
             f"blocks of {self.config.block_size}: {entries / tokens:g} bytes per token",
             f"windows    {slots:,} bytes for {self.config.max_sequences} sequences, "
             f"{layout.slot_bytes:,} each",
-            f"snapshots  up to {snapshots:,} bytes",
+            f"snapshots  up to {snapshots:,} bytes, for {self.config.snapshot_lifetime_s:g} s",
             f"kernels    {self.kernels}, prefill {self.config.prefill}, storage "
             f"{self.config.storage}, batch invariant: " + self._promise(),
         ]
@@ -283,6 +282,7 @@ class Engine:
         if self._sequences:
             raise RuntimeError("weights_changed: requests are being served; finish them first")
         self.index.clear()
+        self.scheduler.windows.clear()
         self.namespace = replace(self.namespace, weights_digest=weights_digest(self.model))
         self.index = self.scheduler.index = self._new_index()
         # What the tier holds belongs to the old weights; the new namespace does not see it.

@@ -11,9 +11,9 @@ Rules, in this order:
 - A preempted sequence starts again from its tokens; cached blocks and windows make that short.
 
 What a start can reuse is decided in `_plan_start`, the rule of prefix hits. Behind the blocks in
-memory a slower tier may know more of the prompt; they are loaded if that moves the start by a block
-or more. A newcomer's mistake: counting cached blocks as free; only those that nobody else holds can
-be evicted.
+the pool a slower tier may know more of the prompt; they are loaded where that saves more rows than
+it costs (`_num_worth_loading`). A newcomer's mistake: counting cached blocks as free; only those
+that nobody else holds can be evicted.
 Source: spec/kv-cache.md sections 2.10 and 8, spec/backbone.md section 3.
 """
 
@@ -30,25 +30,33 @@ from finwhale.cache.block_bytes import read_block, write_block
 from finwhale.cache.paged_pools import PagedPools
 from finwhale.cache.prefix_index import Match, PrefixIndex
 from finwhale.cache.prefix_key import block_key
-from finwhale.cache.tier import Tier
 from finwhale.config.engine import EngineConfig
 from finwhale.engine.paged_pass import RowSpan
 from finwhale.engine.prefill import exact_decoder_rows, exact_encoder_rows
 from finwhale.engine.runner import Work
 from finwhale.engine.sequence import Sequence
 from finwhale.telemetry import get_logger
+from finwhale.tiers.tier import Tier
+from finwhale.tiers.window_pool import WindowPool
 
 logger = get_logger("engine")
 
 
 @dataclass(kw_only=True, slots=True)
 class SchedulerStats:
-    """Counters since the start."""
+    """Counters since the start.
+
+    cached_tokens    of the prompts that started, in blocks of the pool when they did
+    loaded_tokens    of these, brought in from a slower tier
+    unloaded_tokens  found in a slower tier and left there, because loading would have cost more
+    replayed_tokens  of the cached, whose rows ran again for their windows
+    """
 
     steps: int = 0
     preemptions: int = 0
     cached_tokens: int = 0
     loaded_tokens: int = 0
+    unloaded_tokens: int = 0
     replayed_tokens: int = 0
     restored_windows: int = 0
     tier_errors: int = 0
@@ -64,8 +72,10 @@ class Scheduler:
         allocator: BlockAllocator,
         index: PrefixIndex,
         tier: Tier | None = None,
+        windows: WindowPool | None = None,
     ):
         self.tier = tier
+        self.windows = windows or WindowPool(config.snapshot_bytes, config.snapshot_lifetime_s)
         self.config, self.pools, self.allocator, self.index = config, pools, allocator, index
         text = pools.layout.config
         self.window = text.sliding_window
@@ -147,6 +157,7 @@ class Scheduler:
         """Give a sequence its slot, the blocks of its hit and the place where it begins."""
         if match is not None and self.tier is not None and self.config.prefix_cache:
             self._load_more(sequence, match, self.tier)
+        self._unpin(sequence)
         sequence.slot = self.free_slots.pop()
         sequence.blocks = [] if match is None else list(match.blocks)
         sequence.keys = [] if match is None else list(match.keys)
@@ -164,14 +175,14 @@ class Scheduler:
         self.stats.replayed_tokens += max(0, sequence.stored - sequence.num_computed)
 
     def _saved_windows(self, match: Match | None):
-        """Return what `longest_attachment` gives, and the tokens of that prefix."""
+        """Return the longest saved windows as (number of blocks, rows), and their tokens."""
         if match is None or self.config.prefill != "exact":
             return None, 0
-        saved = self.index.longest_attachment(match)
+        saved = self.windows.longest(match.keys)
         return saved, 0 if saved is None else saved[0] * self.config.block_size
 
     def _load_more(self, sequence: Sequence, match: Match, tier: Tier) -> None:
-        """Extend a match by blocks of the tier, if the sequence then starts later.
+        """Extend a match by blocks of the tier, if that is worth it.
 
         The blocks come out of what the sequence was admitted with. What the tier cannot give after
         all ends the chain; nothing is lost but the hit.
@@ -182,14 +193,12 @@ class Scheduler:
         for n in range(len(match.blocks), (len(tokens) - 1) // size):
             parent = block_key(parent, tokens[n * size : (n + 1) * size])
             keys.append(parent)
-        count = tier.lookup(keys, tenant=sequence.salt) if keys else 0
-        held = match.num_tokens
-        _, saved = self._saved_windows(match)
-        now, then = (self._first_row(len(tokens), s, saved) for s in (held, held + count * size))
-        if then - now < size:
-            return
+        found = tier.lookup(keys, tenant=sequence.salt) if keys else 0
+        count = self._num_worth_loading(len(tokens), match.keys, keys[:found])
+        self.stats.unloaded_tokens += (found - count) * size
         for key in keys[:count]:
-            groups = tier.load(key, tenant=sequence.salt)
+            before = match.keys[-1] if match.keys else b""
+            groups = tier.load(key, tenant=sequence.salt, parent=before)
             if groups is None or not (self.allocator.num_free or self.index.evict(1)):
                 return
             n = len(match.blocks)
@@ -210,6 +219,32 @@ class Scheduler:
             match.blocks.append(block)
             match.keys.append(key)
             self.stats.loaded_tokens += size
+
+    def _num_worth_loading(self, length: int, held: list[bytes], found: list[bytes]) -> int:
+        """Return how many of the `found` blocks behind the `held` ones a prompt should load.
+
+        Loading b blocks moves the first row by g(b) and costs load_cost * b * block_size rows, as
+        the setting says. The best b is chosen of all that were found and those that end with saved
+        windows; nothing is loaded for less than a block of rows.
+        """
+        if not found:
+            return 0
+        size, first, keys = self.config.block_size, len(held), [*held, *found]
+        ends: list[int] = []
+        if self.config.prefill == "exact":
+            ends = [n for n, key in enumerate(keys, start=1) if key in self.windows]
+
+        def row(num_blocks: int) -> int:
+            saved = max((n for n in ends if n <= num_blocks), default=0)
+            return self._first_row(length, num_blocks * size, saved * size)
+
+        def gain(num_blocks: int) -> float:
+            cost = self.config.load_cost * (num_blocks - first) * size
+            return row(num_blocks) - row(first) - cost
+
+        best = max((*(n for n in ends if n > first), len(keys)), key=gain)
+        is_worth_it = gain(best) > 0 and row(best) - row(first) >= size
+        return best - first if is_worth_it else 0
 
     def _first_row(self, length: int, stored: int, saved: int) -> int:
         """Return the row that a prompt of `length` starts at, with `stored` tokens of global KV.
@@ -341,8 +376,13 @@ class Scheduler:
         """
         size = self.config.block_size
         try:
-            groups = read_block(self.pools, sequence.blocks[n])
-            tier.store(key, groups, tokens=(n * size, (n + 1) * size), tenant=sequence.salt)
+            tier.store(
+                key,
+                read_block(self.pools, sequence.blocks[n]),
+                tokens=(n * size, (n + 1) * size),
+                tenant=sequence.salt,
+                parent=sequence.keys[n - 1] if n else b"",
+            )
         except Exception:
             self.stats.tier_errors += 1
             logger.exception("the cache tier did not take a block; serving goes on without it")
@@ -360,14 +400,19 @@ class Scheduler:
             if not sequence.exact_from <= end <= len(sequence.keys) * size or end < size:
                 continue
             key = sequence.keys[end // size - 1]
-            if self.index.attachment(key) is None:
+            if not self.windows.renew(key):
                 start = max(0, end - self.window + 1)
                 saved = self.pools.save_windows(sequence.slot, start, end)
-                self.index.attach(key, saved, saved.numel())
+                self.windows.put(key, saved, saved.numel())
 
     def preempt(self, sequence: Sequence) -> None:
         """Take a running sequence's memory; it goes back to its place in the queue."""
         self.save_windows(sequence)
+        if self.tier is not None:
+            # It comes back, so its blocks are not to make room for others until then.
+            for key in sequence.keys:
+                if self.tier.pin(key, tenant=sequence.salt):
+                    sequence.pinned.append(key)
         self._leave(sequence)
         sequence.num_preemptions += 1
         self.stats.preemptions += 1
@@ -385,14 +430,24 @@ class Scheduler:
             self._leave(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
+        self._unpin(sequence)
 
     def drop(self, sequence: Sequence) -> None:
         """As `finish`, without keeping windows: its rows may be wrong."""
         sequence.exact_from = 1 << 62
         self.finish(sequence)
 
+    def _unpin(self, sequence: Sequence) -> None:
+        """Take back the pins of a preemption."""
+        if self.tier is not None:
+            for key in sequence.pinned:
+                self.tier.unpin(key, tenant=sequence.salt)
+        sequence.pinned = []
+
     def _leave(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
+        if self.tier is not None:
+            self.tier.touch(sequence.keys, tenant=sequence.salt)
         for block in reversed(sequence.blocks):
             self.allocator.release(block)
         self.pools.forget_slot(sequence.slot)

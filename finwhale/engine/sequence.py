@@ -28,6 +28,7 @@ class Sequence:
     tokens      prompt and new tokens
     slot        of its rings and open groups; -1 while it waits
     arrival     order of admission to the queue; older goes first
+    pinned      keys that a preemption pinned in the slower tier, until it starts again
     seed        of this choice; a draw depends on it and the token's number alone
     """
 
@@ -43,6 +44,7 @@ class Sequence:
     slot: int = -1
     blocks: list[int] = field(default_factory=list)
     keys: list[bytes] = field(default_factory=list)
+    pinned: list[bytes] = field(default_factory=list)
     may_cache: bool = True
     root_key: bytes = b""
     num_computed: int = 0

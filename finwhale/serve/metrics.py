@@ -32,13 +32,18 @@ _HISTOGRAMS = {
 }
 
 
+# Help text, and a value or values by tier.
+Gauges = Mapping[str, tuple[str, float | Mapping[str, float]]]
+
+
 class Metrics:
     """All figures of one server; every method may be called from any thread.
 
-    gauges  returns figures of this moment by name and help text, such as waiting requests
+    gauges  returns figures of this moment by name, with help text and value, or values by tier;
+            a name that ends with _total is a counter that somebody else counts
     """
 
-    def __init__(self, gauges: Callable[[], Mapping[str, tuple[str, float]]] | None = None) -> None:
+    def __init__(self, gauges: Callable[[], Gauges] | None = None) -> None:
         """Begin at zero."""
         self._gauges = gauges
         self._lock = threading.Lock()
@@ -81,7 +86,12 @@ class Metrics:
                 if own == name
             ]
         for name, (told, value) in gauges.items():
-            lines += [*_head(name, told, "gauge"), f"finwhale_{name} {_number(value)}"]
+            lines += _head(name, told, "counter" if name.endswith("_total") else "gauge")
+            by_tier = value if isinstance(value, Mapping) else {"": value}
+            lines += [
+                f"finwhale_{name}{_labels({'tier': tier} if tier else {})} {_number(number)}"
+                for tier, number in by_tier.items()
+            ]
         for name, told in _HISTOGRAMS.items():
             lines += [*_head(name, told, "histogram"), *histograms[name]]
         return "\n".join(lines) + "\n"

@@ -23,14 +23,15 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from finwhale.config.server import ServerConfig
 from finwhale.engine.engine import Engine
+from finwhale.serve.cache_figures import cache_figures
 from finwhale.serve.errors import ServeError
 from finwhale.serve.generation import Generation, Usage
-from finwhale.serve.metrics import Metrics
+from finwhale.serve.metrics import Gauges, Metrics
 from finwhale.serve.preparation import ChatRequest, CompletionRequest, Prepared, Preparer
 from finwhale.serve.worker import Message, ServedEngine, Worker
 from finwhale.telemetry import get_logger
@@ -55,7 +56,7 @@ class Service:
         *,
         vocab_size: int,
         context_tokens: int,
-        gauges: Callable[[], Mapping[str, tuple[str, float]]] | None = None,
+        gauges: Callable[[], Gauges] | None = None,
     ) -> None:
         """Take the engine; nothing else may touch it until `close`."""
         self.config = config or ServerConfig()
@@ -80,7 +81,7 @@ class Service:
         text = engine.model.config.text_config
         pool_tokens = engine.config.num_blocks * engine.config.block_size
 
-        def gauges() -> dict[str, tuple[str, float]]:
+        def gauges() -> Gauges:
             # Lengths and counts alone, which another thread may read at any moment.
             scheduler, free = engine.scheduler, engine.allocator.num_free
             return {
@@ -92,6 +93,7 @@ class Service:
                     engine.config.num_blocks - free,
                 ),
                 "preemptions": ("Preemptions so far.", scheduler.stats.preemptions),
+                **cache_figures(engine),
             }
 
         return cls(
@@ -165,7 +167,7 @@ class Service:
             raise first
         return generation
 
-    def _gauges(self) -> dict[str, tuple[str, float]]:
+    def _gauges(self) -> Gauges:
         own = {"requests_in_flight": ("Choices queued or running.", self.worker.num_in_flight)}
         return {**own, **(self._engine_gauges() if self._engine_gauges is not None else {})}
 

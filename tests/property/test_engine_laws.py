@@ -8,14 +8,16 @@ it sees thousands of steps: budgets, order, whole ownership of what is written, 
 
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from finwhale.cache.paged_pools import PagedLayout
 from finwhale.config.engine import EngineConfig
 from finwhale.engine.engine import Engine
 from finwhale.engine.request import SamplingParams
 from finwhale.engine.sampler import choice_seed
 from finwhale.engine.scheduler import Scheduler
 from finwhale.model import Numerics
+from finwhale.tiers.memory_store import OVERHEAD_BYTES, MemoryStore
 from tests.models import token_ids, unit_model
 from tests.uncached_engine import expected, scheduler_of, sequence_of
 
@@ -49,9 +51,16 @@ class EngineMachine(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.engine = Engine(MODEL, SMALL)
         self.open: dict[tuple[str, int], dict] = {}
         self.steps = 0
+
+    @initialize(blocks=st.sampled_from((0, 12, 200)))
+    def begin(self, blocks):
+        """With a memory behind the pool for as many blocks, or none."""
+        size = PagedLayout(config=MODEL.config.text_config, block_size=4, storage="fp4").block_bytes
+        self.memory = MemoryStore(blocks * (size + OVERHEAD_BYTES)) if blocks else None
+        tier = None if self.memory is None else lambda *_: self.memory
+        self.engine = Engine(MODEL, SMALL, open_tier=tier)
 
     def names(self, data) -> tuple[str, int]:
         return data.draw(st.sampled_from(sorted(self.open)))
@@ -132,6 +141,23 @@ class EngineMachine(RuleBasedStateMachine):
     def evict(self, count):
         self.engine.index.evict(count)
 
+    @precondition(lambda self: self.open)
+    @rule()
+    def finish_all_and_empty_the_pool(self):
+        """What comes next finds its prefix behind the pool or nowhere."""
+        while self.engine.has_work:
+            self.take(self.engine.step())
+        self.engine.index.evict(SMALL.num_blocks)
+
+    @rule(place=st.integers(0, 50))
+    def lose_windows_or_a_block_behind_the_pool(self, place):
+        """A lifetime that ends, a tier that gives up what it wants."""
+        if self.memory is None or not self.memory._held:
+            self.engine.scheduler.windows.clear()
+        else:
+            keys = [key for _, key in self.memory._held]
+            self.memory.evict(keys[place % len(keys)])
+
     @invariant()
     def memory_is_accounted_for(self):
         engine = self.engine
@@ -145,6 +171,7 @@ class EngineMachine(RuleBasedStateMachine):
             steps += 1
             assert steps < 400, "somebody starves"
         assert not self.open
+        assert self.memory is None or not any(held.pins for held in self.memory._held.values())
         self.engine.index.clear()
         assert self.engine.allocator.num_free == SMALL.num_blocks
         assert len(self.engine.scheduler.free_slots) == SLOTS
@@ -152,7 +179,7 @@ class EngineMachine(RuleBasedStateMachine):
 
 # A failing life is short enough to read; to shrink it would take minutes.
 EngineMachine.TestCase.settings = settings(
-    max_examples=14, stateful_step_count=22, phases=[Phase.explicit, Phase.generate]
+    max_examples=12, stateful_step_count=22, phases=[Phase.explicit, Phase.generate]
 )
 test_any_life_of_an_engine_changes_no_bit = EngineMachine.TestCase
 

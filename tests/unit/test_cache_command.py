@@ -6,12 +6,12 @@ import os
 
 import pytest
 
-from finwhale.cache.disk_check import survey
-from finwhale.cache.disk_store import DiskStore, DiskStoreConfig
 from finwhale.cache.prefix_key import tagged_digest
-from finwhale.cache.tier import StoreError
 from finwhale.cache_command import Cache
 from finwhale.chat_ui.sizes import size_in_bytes
+from finwhale.tiers.disk_check import survey
+from finwhale.tiers.disk_store import DiskStore, DiskStoreConfig
+from finwhale.tiers.tier import StoreError
 
 SEGMENT = 1 << 16
 SIZES = (3000, 700)

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from finwhale.cache.disk_segments import ALIGNMENT
-from finwhale.cache.tier import Retention, StoreError
+from finwhale.tiers.disk_segments import ALIGNMENT
+from finwhale.tiers.tier import Retention, StoreError
 from tests.fault_disk import BAD_DEVICE, CRASHES, NO_SPACE, READ_ONLY, FaultDisk, write_files
 from tests.unit.test_disk_store import file_bytes, groups_of, has, key_of, open_store, put
 
@@ -143,7 +143,7 @@ def test_blocks_adopted_after_a_kill_survive_a_loss_of_power(tmp_path, skipped):
 
 def test_syncs_of_the_code_are_all_in_these_tests():
     """A new one needs a control of its own."""
-    cache = Path(sys.modules["finwhale.cache.disk_store"].__file__).parent
+    cache = Path(sys.modules["finwhale.tiers.disk_store"].__file__).parent
     names = ("disk_segments.py", "disk_store.py", "disk_index.py")
     text = "".join((cache / name).read_text(encoding="utf-8") for name in names)
     # flush: commit, adoption, moving. sync_directory: new store, new segment, removed segment.
@@ -420,7 +420,7 @@ def test_directory_that_cannot_be_written_is_refused_with_the_way_out(tmp_path, 
 KILLED = """
 import sys
 from pathlib import Path
-from finwhale.cache.disk_segments import Disk
+from finwhale.tiers.disk_segments import Disk
 from tests.unit.test_disk_store import open_store, groups_of, key_of
 store = open_store(Path(sys.argv[1]), disk=Disk())
 for n in range(10_000):

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from finwhale.cache.disk_segments import ALIGNMENT, Disk
-from finwhale.cache.disk_store import DiskStore, DiskStoreConfig
-from finwhale.cache.tier import Retention, StoreError, Tier
+from finwhale.tiers.disk_segments import ALIGNMENT, Disk
+from finwhale.tiers.disk_store import DiskStore, DiskStoreConfig
+from finwhale.tiers.tier import Retention, StoreError, Tier
 from tests.fault_disk import FaultDisk
 
 NAMESPACE = hashlib.sha256(b"weights").digest()
@@ -378,5 +378,5 @@ def test_released_block_costs_896_bytes_per_token(tmp_path):
 
 
 def test_disk_tier_needs_no_torch():
-    code = "import sys, finwhale.cache.disk_store; sys.exit('torch' in sys.modules)"
+    code = "import sys, finwhale.tiers.disk_store; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

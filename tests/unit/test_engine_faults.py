@@ -128,14 +128,14 @@ def test_a_pass_that_raises_can_be_tried_again(model, monkeypatch):
 def test_a_restored_start_that_never_ran_saves_no_older_windows(model):
     engine = engine_of(model)
     engine.generate([IDS[:300]], GREEDY)
-    held = set(engine.index._attachments.items)
+    held = set(engine.scheduler.windows._kept)
     engine.add([*IDS[:299], 7, 8], GREEDY, request_id="x")
     # Memory is taken between the plan of a step and its pass, as an interrupt would do it.
     ((_, work),) = engine.scheduler.schedule()
     assert work.span.start == 296
     assert engine.cancel("x")
     engine.step()
-    assert set(engine.index._attachments.items) == held
+    assert set(engine.scheduler.windows._kept) == held
 
 
 def test_nan_logits_name_the_head_and_the_position(model):

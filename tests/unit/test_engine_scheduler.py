@@ -226,7 +226,7 @@ def test_windows_that_are_not_exact_yet_are_not_saved():
     assert (piece.span.start, piece.decoder_start, job.exact_from) == (254, 283, 312)
     saved = []
     scheduler.config = replace(scheduler.config, snapshot_bytes=1 << 20)
-    scheduler.index.attach = lambda key, value, size: saved.append(key)
+    scheduler.windows.put = lambda key, value, size: saved.append(key)
     for stop in (300, 304, 311):
         scheduler.computed(job, stop)
         scheduler.save_windows(job)
@@ -244,13 +244,13 @@ def test_saved_windows_of_a_damaged_job_are_not_kept():
     keys = list(job.keys)
     assert len(keys) == 2
     scheduler.drop(job)
-    assert scheduler.index.attachment(keys[1]) is None
+    assert keys[1] not in scheduler.windows
     # Without damage they are kept.
     scheduler = scheduler_with(jobs_of(17))
     ((job, piece),) = scheduler.schedule()
     scheduler.computed(job, piece.span.stop)
     scheduler.finish(job)
-    assert scheduler.index.attachment(keys[1]) is not None
+    assert keys[1] in scheduler.windows
 
 
 def test_equal_blocks_made_at_once_are_kept_once():

@@ -14,14 +14,14 @@ import pytest
 import torch
 
 from finwhale.cache.block_bytes import group_bytes, read_block, write_block
-from finwhale.cache.disk_store import DiskStore, DiskStoreConfig
 from finwhale.cache.paged_pools import PagedLayout, PagedPools
-from finwhale.cache.tier import Retention, TierStats
 from finwhale.config.engine import EngineConfig
 from finwhale.engine.engine import Engine
 from finwhale.engine.prefill import exact_decoder_rows, exact_encoder_rows
 from finwhale.engine.request import SamplingParams
 from finwhale.model import Numerics
+from finwhale.tiers.disk_store import DiskStore, DiskStoreConfig
+from finwhale.tiers.tier import Retention, TierStats
 from tests.models import token_ids, unit_model
 from tests.uncached_engine import drain, expected
 
@@ -56,17 +56,20 @@ class Shelf:
             found += 1
         return found
 
-    def load(self, key, *, tenant=""):
+    def load(self, key, *, tenant="", parent=b""):
         self.loads += 1
         if self.loads in self.lost:
             return None
         return self.held.get((self.namespace, tenant, key))
 
-    def store(self, key, groups, *, tokens, tenant="", retention=Retention.NORMAL):
+    def store(self, key, groups, *, tokens, tenant="", retention=Retention.NORMAL, parent=b""):
         assert tuple(map(len, groups)) == self.sizes
         assert tokens[1] - tokens[0] == BLOCK
         self.held[self.namespace, tenant, key] = tuple(map(bytes, groups))
         return True
+
+    def touch(self, keys, *, tenant=""):
+        return None
 
     def pin(self, key, *, tenant=""):
         return False
@@ -269,7 +272,8 @@ def test_a_preempted_sequence_comes_back_through_the_tier():
 
 
 def test_changed_weights_close_the_tier_and_open_it_under_another_name(shelf):
-    model = unit_model(Numerics())
+    # A model of its own: the other tests share theirs.
+    model = copy.deepcopy(MODEL)
     engine = engine_of(shelf.open, model)
     before = shelf.namespace
     shelf.is_closed = False

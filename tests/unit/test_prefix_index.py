@@ -434,12 +434,11 @@ def test_index_of_no_blocks_caches_nothing():
 
 
 def test_clear_gives_everything_back_but_what_others_hold():
-    allocator, index = fresh(max_attachment_bytes=9)
-    keys = cache(index, [1] * 12)
-    index.attach(keys[0], "x", 9)
+    allocator, index = fresh()
+    cache(index, [1] * 12)
     match = index.match([1] * 9)
     index.clear()
-    assert (index.num_cached, index.num_evictable, index.num_attachment_bytes) == (0, 0, 0)
+    assert (index.num_cached, index.num_evictable) == (0, 0)
     assert allocator.num_free == 14
     for block in match.blocks:
         allocator.release(block)
@@ -477,71 +476,7 @@ def test_stats_count_blocks():
     assert (index.stats.hits, index.stats.misses) == (3, 2)
 
 
-@pytest.mark.parametrize(
-    "options", [{"block_size": 0}, {"max_blocks": -1}, {"max_attachment_bytes": -1}]
-)
+@pytest.mark.parametrize("options", [{"block_size": 0}, {"max_blocks": -1}])
 def test_sizes_that_make_no_sense_are_refused(options):
     with pytest.raises(PrefixError, match=next(iter(options))):
         PrefixIndex(BlockAllocator(1), SPACE, **{"block_size": 4} | options)
-
-
-# Attachments.
-
-
-def test_longest_attachment_of_a_match():
-    _, index = fresh(max_attachment_bytes=100)
-    keys = cache(index, [1] * 12)
-    match = index.match([1] * 13)
-    assert index.longest_attachment(match) is None
-    index.attach(keys[0], "first", 10)
-    index.attach(keys[1], "second", 10)
-    assert index.longest_attachment(match) == (2, "second")
-    assert index.longest_attachment(index.match([1] * 5)) == (1, "first")
-    assert index.longest_attachment(index.match([])) is None
-    assert index.attachment(keys[2]) is None
-
-
-def test_attachments_stay_within_their_bytes_oldest_dropped():
-    _, index = fresh(max_attachment_bytes=10)
-    keys = cache(index, [1] * 12)
-    assert index.attach(keys[0], "a", 5)
-    assert index.attach(keys[1], "b", 5)
-    assert index.attachment(keys[0]) == "a"  # younger than b now
-    assert index.attach(keys[2], "c", 1)
-    assert [index.attachment(key) for key in keys] == ["a", None, "c"]
-    assert index.num_attachment_bytes == 6
-    assert index.attach(keys[2], "d", 10)
-    assert [index.attachment(key) for key in keys] == [None, None, "d"]
-    assert not index.attach(keys[0], "too large", 11)
-    assert (index.attachment(keys[2]), index.num_attachment_bytes) == ("d", 10)
-
-
-def test_attachment_that_is_replaced_counts_once():
-    _, index = fresh(max_attachment_bytes=10)
-    [key] = cache(index, [1] * 4)
-    assert index.attach(key, "a", 6)
-    assert index.attach(key, "b", 7)
-    assert (index.attachment(key), index.num_attachment_bytes) == ("b", 7)
-    # An older value must not answer for the one that did not fit.
-    assert not index.attach(key, "c", 11)
-    assert (index.attachment(key), index.num_attachment_bytes) == (None, 0)
-
-
-def test_attachment_goes_with_its_block():
-    _, index = fresh(max_attachment_bytes=10)
-    keys = cache(index, [1] * 8)
-    for key in keys:
-        index.attach(key, key, 5)
-    assert index.evict(1) == 1
-    assert (index.attachment(keys[1]), index.num_attachment_bytes) == (None, 5)
-    assert cache(index, [1] * 8) == keys
-    assert index.attachment(keys[1]) is None
-
-
-def test_attachment_without_a_block_or_budget_is_refused():
-    _, index = fresh()
-    [key] = cache(index, [1] * 4)
-    assert not index.attach(key, "a", 1)
-    assert not index.attach(b"no", "a", 1)
-    with pytest.raises(PrefixError, match="num_bytes: got -1"):
-        index.attach(key, "a", -1)

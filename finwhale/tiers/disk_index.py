@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from finwhale.cache.disk_segments import FORMAT_VERSION, Disk, Segment
+from finwhale.tiers.disk_segments import FORMAT_VERSION, Disk, Segment
 
 INDEX_NAME = "index.sqlite"
 _FILES = (INDEX_NAME, f"{INDEX_NAME}-wal", f"{INDEX_NAME}-shm", f"{INDEX_NAME}-journal")

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from finwhale.cache.prefix_key import tagged_digest
-from finwhale.cache.tier import Groups
+from finwhale.tiers.tier import Groups
 
 FORMAT_VERSION = 1
 ALIGNMENT = 4096

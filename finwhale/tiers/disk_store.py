@@ -14,14 +14,16 @@ import hashlib
 import os
 import sqlite3
 import threading
+import time
 from collections import Counter, deque
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
-from finwhale.cache.disk_index import INDEX_NAME, DiskIndex, Row
-from finwhale.cache.disk_segments import (
+from finwhale.cache.prefix_key import text_bytes
+from finwhale.tiers.disk_config import DiskStoreConfig
+from finwhale.tiers.disk_index import INDEX_NAME, DiskIndex, Row
+from finwhale.tiers.disk_segments import (
     ALIGNMENT,
     MAX_GROUPS,
     Disk,
@@ -34,59 +36,12 @@ from finwhale.cache.disk_segments import (
     record_bytes,
     segment_name,
 )
-from finwhale.cache.prefix_key import text_bytes
-from finwhale.cache.tier import Groups, Retention, StoreError, TierStats
+from finwhale.tiers.tier import Groups, Retention, StoreError, TierStats
 
 LOCK_NAME = "LOCK"
 # One flush serves this many bytes, so that many small blocks cost few flushes.
 _BATCH_BYTES = 32 << 20
 _MAX_TOUCHED = 1024
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DiskStoreConfig:
-    """What a store is for and how large it may be.
-
-    directory           made if its parent exists
-    namespace           `Namespace.digest()`, 32 bytes; other namespaces share the space unseen
-    max_bytes           segment files together, at every moment; at least three segments
-    segment_bytes       one file; a multiple of 4096
-    group_bytes         expected length of every group; a record that differs is a miss. None: any
-    tenant_quota_bytes  live records of one tenant; None: no quota
-    max_pending_bytes   blocks that wait for the writer; above it `store` turns away
-    read_only           serve what is there and change nothing
-    """
-
-    directory: Path
-    namespace: bytes
-    max_bytes: int
-    segment_bytes: int = 256 << 20
-    group_bytes: tuple[int, ...] | None = None
-    tenant_quota_bytes: int | None = None
-    max_pending_bytes: int = 256 << 20
-    read_only: bool = False
-
-    def __post_init__(self) -> None:
-        if len(self.namespace) != 32:
-            raise StoreError(f"namespace: got {len(self.namespace)} bytes, expected a digest of 32")
-        if self.segment_bytes < 2 * ALIGNMENT or self.segment_bytes % ALIGNMENT:
-            raise StoreError(
-                f"segment_bytes: got {self.segment_bytes}, expected a multiple of {ALIGNMENT} "
-                f"of at least {2 * ALIGNMENT}"
-            )
-        if self.group_bytes is not None:
-            size, most = record_bytes(self.group_bytes), self.segment_bytes - ALIGNMENT
-            if len(self.group_bytes) > MAX_GROUPS or size > most:
-                raise StoreError(
-                    f"segment_bytes: got {self.segment_bytes} for records of {size} bytes in "
-                    f"{len(self.group_bytes)} groups, expected room for one and at most "
-                    f"{MAX_GROUPS} groups"
-                )
-        if self.max_bytes < 3 * self.segment_bytes:
-            raise StoreError(
-                f"max_bytes: got {self.max_bytes}, expected at least three segments "
-                f"({3 * self.segment_bytes}); raise it or lower segment_bytes"
-            )
 
 
 class _Block(NamedTuple):
@@ -113,6 +68,8 @@ class DiskStore:
 
     disk  the calls to the operating system; tests pass one that fails
     """
+
+    name = "disk"
 
     def __init__(self, config: DiskStoreConfig, disk: Disk | None = None) -> None:
         self.config = config
@@ -165,12 +122,16 @@ class DiskStore:
                 return count
         return len(keys)
 
-    def load(self, key: bytes, *, tenant: str = "") -> tuple[bytes, ...] | None:
+    def load(
+        self, key: bytes, *, tenant: str = "", parent: bytes = b""
+    ) -> tuple[bytes, ...] | None:
         """Return the groups of a block as they were stored; None for a miss of any kind."""
+        began = time.perf_counter()
         address = self._address(key, tenant)
         groups = self._load(address)
-        self._count(**{"misses" if groups is None else "hits": 1})
+        self._count(load_s=time.perf_counter() - began, misses=int(groups is None))
         if groups is not None:
+            self._count(hits=1, loaded_bytes=sum(map(len, groups)))
             self._touch(address)
         return groups
 
@@ -182,6 +143,7 @@ class DiskStore:
         tokens: tuple[int, int],
         tenant: str = "",
         retention: Retention = Retention.NORMAL,
+        parent: bytes = b"",
     ) -> bool:
         """Queue a copy of a block for the writer; False if it was turned away at once.
 
@@ -214,6 +176,11 @@ class DiskStore:
                 return True
         self._count(rejected=1)
         return False
+
+    def touch(self, keys: Sequence[bytes], *, tenant: str = "") -> None:
+        """Note that a chain has been in use; from its end, so that its first block goes last."""
+        digest = _tenant_digest(tenant)
+        self._touch(*(block_address(self.config.namespace, digest, k) for k in reversed(keys)))
 
     def pin(self, key: bytes, *, tenant: str = "") -> bool:
         """Keep a block until as many `unpin` calls; False if it is not here. Gone with the process.
@@ -258,6 +225,10 @@ class DiskStore:
                 num_bytes=self._num_bytes(),
                 pending_bytes=self._pending_bytes,
             )
+
+    def figures(self) -> Mapping[str, TierStats]:
+        """Return the counters under this tier's name."""
+        return {self.name: self.stats()}
 
     def flush(self) -> None:
         """Wait until all that was stored before this call is committed or rejected."""
@@ -343,13 +314,14 @@ class DiskStore:
             )
         return num_bytes
 
-    def _touch(self, address: bytes) -> int:
+    def _touch(self, *addresses: bytes) -> int:
         with self._wake:
-            self._clock += 1
-            if not self.config.read_only:
-                self._touched[address] = self._clock
-                if len(self._touched) >= _MAX_TOUCHED:
-                    self._wake.notify_all()
+            for address in addresses:
+                self._clock += 1
+                if not self.config.read_only:
+                    self._touched[address] = self._clock
+            if len(self._touched) >= _MAX_TOUCHED:
+                self._wake.notify_all()
             return self._clock
 
     def _enqueue(self, item: _Block | _Forget) -> None:
@@ -358,7 +330,7 @@ class DiskStore:
         self._pending_bytes += _item_bytes(item)
         self._wake.notify_all()
 
-    def _count(self, **amounts: int) -> None:
+    def _count(self, **amounts: float) -> None:
         with self._stats_lock:
             for name, amount in amounts.items():
                 setattr(self._stats, name, getattr(self._stats, name) + amount)
@@ -385,11 +357,13 @@ class DiskStore:
                 while self._queue and num_bytes < _BATCH_BYTES:
                     batch.append(self._queue.popleft())
                     num_bytes += _item_bytes(batch[-1])
+            began = time.perf_counter()
             try:
                 self._write(batch)
             except Exception as error:  # The cache may fail; the server goes on without it.
                 self._give_up(error, batch)
             finally:
+                self._count(store_s=time.perf_counter() - began)
                 with self._wake:
                     self._num_done += len(batch)
                     self._pending_bytes -= num_bytes
@@ -448,7 +422,8 @@ class DiskStore:
         self._index.put(self._staged.values())
         self._index.touch(touched)
         self._index.commit()
-        self._count(stored=len(self._staged))
+        num_bytes = sum(row.num_bytes for row in self._staged.values())
+        self._count(stored=len(self._staged), stored_bytes=num_bytes)
         self._answered += len(self._staged)
         self._forgotten.difference_update(self._dropped)
         self._staged, self._dropped = {}, []

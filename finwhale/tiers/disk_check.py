@@ -12,15 +12,15 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from finwhale.cache.disk_segments import (
+from finwhale.tiers.disk_segments import (
     ALIGNMENT,
     Disk,
     Segment,
     is_segment_name,
     is_unfinished,
 )
-from finwhale.cache.disk_store import LOCK_NAME
-from finwhale.cache.tier import StoreError
+from finwhale.tiers.disk_store import LOCK_NAME
+from finwhale.tiers.tier import StoreError
 
 
 @dataclass(kw_only=True, slots=True)
