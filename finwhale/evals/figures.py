@@ -81,9 +81,10 @@ def recall_figure(
     axes.set_xticks(range(len(grid.lengths)), [f"{length:,}" for length in grid.lengths])
     axes.set_yticks(range(len(grid.depths)), [f"{depth:.0%}" for depth in grid.depths])
     axes.set_xlim(-0.6, len(grid.lengths) - 0.4 + 0.03 * len(lines))
-    first = grid.cells[0]
+    counts = sorted({cell.num_examples for cell in grid.cells})
+    examples = " to ".join(f"{count}" for count in dict.fromkeys((counts[0], counts[-1])))
     title = (
-        f"{grid.kind}, filler: {grid.filler}\n{first.num_examples} examples a cell, 95 % interval, "
+        f"{grid.kind}, filler: {grid.filler}\n{examples} examples a cell, 95 % interval, "
         f"chance {grid.chance:.2f}\n* farther than windows reach ({grid.reach:,} tokens)"
     )
     axes.set(xlabel="length, tokens", ylabel="depth of the fact")
