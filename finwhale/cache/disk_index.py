@@ -151,6 +151,8 @@ class DiskIndex:
             self.put(rows)
             if number == max(segments):
                 growing = segment
+                if durable:
+                    segment.clear_torn()
             else:
                 self.seal(number)
         self.commit()

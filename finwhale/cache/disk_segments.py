@@ -214,7 +214,8 @@ class Segment:
     """One open segment file; its descriptor closes with the last reference.
 
     A reader that still holds a segment which was just removed therefore reads the old bytes.
-    end  where the next record goes
+    end   where the next record goes
+    torn  behind the last page that a scan found to hold something, whole record or not
     """
 
     def __init__(
@@ -222,7 +223,7 @@ class Segment:
     ):
         self.disk, self.path, self.fd = disk, path, fd
         self.number, self.num_bytes, self.nonce = number, num_bytes, nonce
-        self.end = ALIGNMENT
+        self.end = self.torn = ALIGNMENT
 
     def __del__(self) -> None:
         self.disk.close(self.fd)
@@ -306,17 +307,28 @@ class Segment:
         """
         at = ALIGNMENT
         while at < self.num_bytes:
+            page = b""
             try:
-                header = decode_header(self._read(ALIGNMENT, at), self.nonce)
+                page = self._read(ALIGNMENT, at)
+                header = decode_header(page, self.nonce)
                 found = self.read(at, header.record_bytes) if header else None
             except OSError:
                 found = None
             if found is None:
                 at += ALIGNMENT
+                self.torn = at if any(page) else self.torn
                 continue
             yield at, found[0]
             at += found[0].record_bytes
             self.end = at
+
+    def clear_torn(self) -> None:
+        """Make what lies behind the last whole record zeros: a record that a kill cut short.
+
+        The next one need not cover it, and a check would take it for damage.
+        """
+        if self.torn > self.end:
+            self._write(bytes(self.torn - self.end), self.end)
 
     def _read(self, num_bytes: int, offset: int) -> bytes:
         parts: list[bytes] = []
