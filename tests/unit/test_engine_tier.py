@@ -269,7 +269,7 @@ def test_a_preempted_sequence_comes_back_through_the_tier():
 
 
 def test_changed_weights_close_the_tier_and_open_it_under_another_name(shelf):
-    model = unit_model(Numerics())
+    model = copy.deepcopy(MODEL)  # not the one that all tests share
     engine = engine_of(shelf.open, model)
     before = shelf.namespace
     shelf.is_closed = False
