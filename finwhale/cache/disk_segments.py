@@ -258,7 +258,7 @@ class Segment:
         """Open a segment; None for a file that is none, or not the one its name says."""
         fd = disk.open(path, os.O_RDWR if writable else os.O_RDONLY)
         try:
-            raw = disk.read(fd, ALIGNMENT, 0)
+            raw = _read_all(disk, fd, ALIGNMENT, 0)
             size = disk.size(fd)
             fixed = raw[: _SEGMENT.size]
             if len(fixed) < _SEGMENT.size:
@@ -331,15 +331,7 @@ class Segment:
             self._write(bytes(self.torn - self.end), self.end)
 
     def _read(self, num_bytes: int, offset: int) -> bytes:
-        parts: list[bytes] = []
-        while num_bytes > 0:
-            part = self.disk.read(self.fd, num_bytes, offset)
-            if not part:
-                break
-            parts.append(part)
-            num_bytes -= len(part)
-            offset += len(part)
-        return b"".join(parts)
+        return _read_all(self.disk, self.fd, num_bytes, offset)
 
     def _write(self, data: bytes, offset: int) -> None:
         rest = memoryview(data)
@@ -368,11 +360,24 @@ def is_unfinished(disk: Disk, path: Path) -> bool:
     """Whether `path` is a segment that a crash left without its header: nothing but zeros."""
     fd = disk.open(path, os.O_RDONLY)
     try:
-        return not disk.read(fd, ALIGNMENT, 0).strip(b"\0")
+        return not _read_all(disk, fd, ALIGNMENT, 0).strip(b"\0")
     except OSError:
         return False
     finally:
         disk.close(fd)
+
+
+def _read_all(disk: Disk, fd: int, num_bytes: int, offset: int) -> bytes:
+    """Return `num_bytes`, or fewer at the end of the file; a call may return a part."""
+    parts: list[bytes] = []
+    while num_bytes > 0:
+        part = disk.read(fd, num_bytes, offset)
+        if not part:
+            break
+        parts.append(part)
+        num_bytes -= len(part)
+        offset += len(part)
+    return b"".join(parts)
 
 
 def _digest(data: bytes, nonce: bytes) -> bytes:

@@ -475,7 +475,7 @@ class DiskStore:
                 self._index.seal(abandoned.number)
                 self._index.commit()
             self._recount()
-        except sqlite3.Error as second:
+        except Exception as second:  # Without its writer the store would let `flush` wait for ever.
             self._note(second)
 
     def _recount(self) -> None:
