@@ -3,6 +3,7 @@
     python bench/disk_cache.py first [--contexts 8192 32768] [--preset P] [--modes exact bounded]
     python bench/disk_cache.py device [--blocks 8192]
     python bench/disk_cache.py decode [--repeats 7]
+    python bench/disk_cache.py hand_over [--contexts 1024 1025 8192 8193]
 
 first   A prompt of random ids through an engine that stores its blocks; the engine goes, a new
         one opens the same directory, the files' pages are dropped from the system's memory (opening
@@ -13,6 +14,7 @@ device  The store alone: blocks of 64 tokens of the release (56,960 bytes) writt
         durable, and loaded with their pages in memory and without.
 decode  Sequences decode with and without a store, in turn; the difference of medians, by the wall
         and by the processor time of this process, its writer thread included.
+hand_over  An engine reads a prompt and exports it, another takes it and draws the next token.
 
 Dropping pages: fsync, then posix_fadvise(DONTNEED), file by file; `pages_left` is what mincore
 still finds, and `read_bytes` what the process then really fetched from the device.
@@ -268,10 +270,49 @@ def decode(
     }
 
 
+def hand_over(model: Backbone, name: str, tokens: int, mode: str) -> dict:
+    """Hand a prompt's global KV from one engine to another; return bytes and seconds."""
+    prompt = Prompts(model).draw(tokens)
+    settings = EngineConfig(num_blocks=tokens // BLOCK + 4, max_sequences=1, prefill=mode)
+    one, other = Engine(model, settings), Engine(model, settings)
+    for engine in (one, other):
+        first_token(engine, prompt[-300:], "warm")
+    one.add(prompt, greedy(3), request_id="a")
+    began, new = Clock.now(), []
+    while not new:
+        new = [result for output in one.step() for result in output.new]
+    cold = Clock.now().since(began)
+    began = Clock.now()
+    blob = one.export("a")
+    exported = Clock.now().since(began)
+    while one.has_work:
+        new += [result for output in one.step() for result in output.new]
+    began, found = Clock.now(), []
+    other.add([*prompt, new[0].token], greedy(2), hand_over=blob)
+    taken = Clock.now().since(began)
+    while not found:
+        found = [result for output in other.step() for result in output.new]
+    went_on = Clock.now().since(began)
+    if mode == "exact" and found[0] != new[1]:
+        raise SystemExit(f"handed over {found[0]}, here {new[1]}")
+    return {
+        "part": "hand_over",
+        "model": name,
+        "prefill": mode,
+        "tokens": tokens,
+        "bytes": len(blob),
+        "bytes_per_token": round(len(blob) / tokens, 2),
+        "cold_cpu_s": round(cold.cpu, 3),
+        "export_s": round(exported.wall, 4),
+        "check_and_add_s": round(taken.wall, 4),
+        "next_token_cpu_s": round(went_on.cpu, 3),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("part", choices=("first", "device", "decode"))
-    parser.add_argument("--contexts", type=int, nargs="+", default=[8192, 32768])
+    parser.add_argument("part", choices=("first", "device", "decode", "hand_over"))
+    parser.add_argument("--contexts", type=int, nargs="+")
     parser.add_argument("--modes", nargs="+", default=["exact", "bounded"])
     parser.add_argument("--model", type=Path, default=MODEL)
     parser.add_argument("--preset", help="random weights of a preset instead of --model")
@@ -293,8 +334,12 @@ def main() -> None:
     if args.part == "decode":
         report(decode(model, name, args.repeats, args.sequences, args.new_tokens, args.work))
         return
-    for tokens in args.contexts:
+    usual = {"first": [8192, 32768], "hand_over": [1024, 1025, 8192, 8193]}[args.part]
+    for tokens in args.contexts or usual:
         for mode in args.modes:
+            if args.part == "hand_over":
+                report(hand_over(model, name, tokens, mode))
+                continue
             report(first(model, name, tokens, mode, args.work, args.repeats))
 
 

@@ -103,9 +103,9 @@ def test_a_whole_directory_is_a_whole_hit(cache):
 
 
 @pytest.mark.parametrize("block", [0, 4, BLOCKS - 1])
-@pytest.mark.parametrize("at", [3, 45, 110, 140, 160, 300])
+@pytest.mark.parametrize("at", [45, 140, 160, 300])
 def test_a_flipped_bit_ends_the_hit_at_its_block(cache, block, at):
-    """Magic, namespace, key, a group's length, its checksum or the digest, a payload."""
+    """Namespace, a group's length, a checksum, a payload."""
     change(cache[0], block, at, mask=1 << at % 8)
     assert loaded_of(cache[0])[0] == block
 

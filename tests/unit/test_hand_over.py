@@ -79,8 +79,8 @@ def test_decoding_goes_on_elsewhere_with_the_bits_of_the_uncached_pass(length):
     assert engine.allocator.num_free + held == engine.config.num_blocks
 
 
-@pytest.mark.parametrize("length", [1, BLOCK, LONG, LONG + 1])
-@pytest.mark.parametrize("more", [0, 1, BLOCK, 21])
+@pytest.mark.parametrize("length", [1, BLOCK, LONG + 1])
+@pytest.mark.parametrize("more", [0, 1, 21])
 def test_the_prompt_may_end_with_the_hand_over_or_go_on(length, more):
     blob, _ = handed(IDS[:length])
     prompt = IDS[: length + more]
