@@ -320,14 +320,15 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=8)
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--blocks", type=int, default=8192)
-    parser.add_argument("--work", type=Path, default=Path("build/disk_cache"))
+    parser.add_argument("--work", type=Path, default=Path(f"build/disk_cache-{os.getpid()}"))
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.part == "device":
         report(device(args.blocks, args.work))
         return
     if args.preset:
-        model, name = random_model(args.preset), args.preset
+        longest = max(args.contexts or [0]) + 2 * SUFFIX
+        model, name = random_model(args.preset, longest), args.preset
     else:
         model = load_model(args.model, numerics=Numerics(), ops=FAST).model
         name = args.model.resolve().name
