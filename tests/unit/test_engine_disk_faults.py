@@ -102,8 +102,9 @@ def test_a_whole_directory_is_a_whole_hit(cache):
     assert loaded_of(cache[0])[0] == BLOCKS
 
 
-@pytest.mark.parametrize("block", [0, 4, BLOCKS - 1])
-@pytest.mark.parametrize("at", [45, 140, 160, 300])
+@pytest.mark.parametrize(
+    ("block", "at"), [(0, 45), (4, 140), (4, 300), (BLOCKS - 1, 160), (BLOCKS - 1, 300)]
+)
 def test_a_flipped_bit_ends_the_hit_at_its_block(cache, block, at):
     """Namespace, a group's length, a checksum, a payload."""
     change(cache[0], block, at, mask=1 << at % 8)
@@ -144,7 +145,7 @@ def test_swapped_blocks_are_misses(cache):
     assert loaded_of(folder)[0] == BLOCKS
 
 
-@pytest.mark.parametrize("share", [0.0, 0.3, 0.6])
+@pytest.mark.parametrize("share", [0.0, 0.6])
 def test_a_truncated_segment_ends_the_hit(cache, share):
     path = segment_of(cache[0])
     os.truncate(path, int(share * path.stat().st_size))
