@@ -8,6 +8,7 @@ in the code is switched off in turn, and then the law must fail.
 import hashlib
 import os
 import random
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -155,6 +156,55 @@ def test_a_kill_at_any_call_costs_no_valuable_block_later_on(tmp_path):
         with small_store(tmp_path / f"{upto}", FaultDisk()) as store:
             put(store, *range(20, 32))
             assert [has(store, n) for n in (0, 3)] == [True, True], upto
+
+
+class Killed(BaseException):
+    """Stands for the end of the process."""
+
+
+class KilledDisk(FaultDisk):
+    """Ends the process behind the n-th call of the opening thread that reaches the index."""
+
+    def __init__(self, calls: int):
+        super().__init__()
+        self.calls_left = calls
+
+    def connect(self, target):
+        disk, real = self, super().connect(target)
+
+        class Counted:
+            def __getattr__(self, name):
+                call = getattr(real, name)
+
+                def counted(*args):
+                    done = call(*args)
+                    opens = threading.current_thread() is threading.main_thread()
+                    disk.calls_left -= opens and name != "close"
+                    if not disk.calls_left:
+                        raise Killed
+                    return done
+
+                return counted
+
+        return Counted()
+
+
+def test_a_kill_while_the_index_is_made_leaves_one_that_opens(tmp_path):
+    calls, has_ended = 0, False
+    while not has_ended:
+        calls += 1
+        folder = tmp_path / f"{calls}"
+        try:
+            open_store(folder, disk=KilledDisk(calls)).close()
+            has_ended = True
+        except Killed:
+            # A copy: the lock of the process that this stands for would be gone.
+            shutil.copytree(folder, tmp_path / f"left {calls}")
+            with open_store(tmp_path / f"left {calls}") as store:
+                put(store, 1)
+                assert store.stats().errors == 0, calls
+                assert store.load(key_of(1)) == tuple(groups_of(1))
+    assert calls > 5
 
 
 class Hasty(DiskStore):
