@@ -9,7 +9,7 @@ first   A prompt of random ids through an engine that stores its blocks; the eng
         one opens the same directory, the files' pages are dropped from the system's memory (opening
         scans the open segment), and it gets the same prompt. Time from `add` to the first token of
         both. Weights are in memory and kernels compiled in both cases. In mode exact the two
-        replies must be equal.
+        tokens must be equal.
 device  The store alone: blocks of 64 tokens of the release (56,960 bytes) written until they are
         durable, and loaded with their pages in memory and without.
 decode  Sequences decode with and without a store, in turn; the difference of medians, by the wall
@@ -97,7 +97,7 @@ def fetched_bytes() -> int:
 
 
 def first_token(engine: Engine, prompt: list[int], told: str) -> tuple[Clock, list]:
-    """Return the time to the first token, and the token with its log-probability."""
+    """Return the time to the first token, and the token."""
     began = Clock.now()
     engine.add(prompt, greedy(1), request_id="a")
     results = []
