@@ -40,10 +40,16 @@ FIRST_TOKENS, SERVED_BEFORE = 1024, 1000
 BEHIND = 1024
 
 
-def random_model(name: str) -> Backbone:
-    """Return the preset with hashed weights and an Engram id map that compresses."""
+def random_model(name: str, positions: int = 0) -> Backbone:
+    """Return the preset with hashed weights and an Engram id map that compresses.
+
+    positions  longest context, if the preset's own is shorter; its speed is all that then counts
+    """
     config = preset(name)
     c = config.text_config
+    if positions > c.max_position_embeddings:
+        c = replace(c, max_position_embeddings=positions)
+        config = replace(config, text_config=c)
     token_map = torch.arange(c.vocab_size) % c.engram_compressed_vocab_size
     model = Backbone(config, token_map, Numerics(), FAST)
     fill_hashed(model, 0)

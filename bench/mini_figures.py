@@ -38,9 +38,7 @@ def positions(records: list[dict], models: list[str], series: str) -> dict[str, 
 def grid(records: list[dict], model: str, kind: str) -> RecallGrid:
     """Return the grid of one kind; lengths with as many depths as the others."""
     own = [
-        r
-        for r in records
-        if r["measure"] == "recall" and r["model"] == model and r["kind"] == kind
+        r for r in records if r["measure"] == "recall" and r["model"] == model and r["kind"] == kind
     ]
     fields = [f.name for f in dataclasses.fields(RecallCell)]
     lengths, depths = (sorted({r[name] for r in own}) for name in ("length", "depth"))

@@ -40,6 +40,7 @@ class FaultDisk(Disk):
     skipped  place (function of the store, "file" or "directory") whose syncs do nothing
     fail     {(kind, number of the call of this kind): errno}, from 1
     read_at_most, write_at_most  bytes that one call moves (short reads and writes)
+    after_commit  called behind every commit of the index, by the thread that commits
     """
 
     def __init__(self, *, skipped=None, fail=None, read_at_most=None, write_at_most=None):
@@ -49,6 +50,7 @@ class FaultDisk(Disk):
         self.places: list[tuple[str, str]] = []
         self.counts: Counter[str] = Counter()
         self._names: dict[int, str] = {}
+        self.after_commit = lambda: None
 
     def note(self, name: str) -> None:
         self.log.append(Call("note", name))
@@ -124,6 +126,7 @@ class FaultDisk(Disk):
                 disk._may_fail("commit")
                 super().commit()
                 disk.log.append(Call("index", INDEX_NAME, data=self.serialize()))
+                disk.after_commit()
 
             def execute(self, query, *values):
                 # The log is the device here as well.

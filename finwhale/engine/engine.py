@@ -35,6 +35,7 @@ from finwhale.cache.prefix_index import PrefixIndex
 from finwhale.cache.prefix_key import Namespace
 from finwhale.config import ConfigError
 from finwhale.config.engine import EngineConfig
+from finwhale.engine.hand_over import HandOver, HandOverError, decode, encode, read_sequence
 from finwhale.engine.invariance import broken_promises, engine_ops
 from finwhale.engine.prefill import encoder_only_unsupported
 from finwhale.engine.request import RequestError, RequestOutput, SamplingParams, TokenResult
@@ -190,11 +191,13 @@ class Engine:
         *,
         request_id: str | None = None,
         salt: str = "",
+        hand_over: bytes | None = None,
     ) -> str:
         """Queue a request and return its id.
 
-        prompt  token ids, at least one
-        salt    requests share cached prefixes only with requests of the same salt (a tenant)
+        prompt     token ids, at least one
+        salt       requests share cached prefixes only with requests of the same salt (a tenant)
+        hand_over  what `export` gave for the first tokens of `prompt`, perhaps all of them
 
         Raises RequestError for what could never be served, QueueFullError when too many wait.
         """
@@ -205,6 +208,9 @@ class Engine:
             names = (f"request-{n}" for n in itertools.count(self._num_added))
             request_id = next(name for name in names if name not in taken)
         self._check(prompt, params, request_id, salt)
+        given = None
+        if hand_over is not None:
+            given = self._given(hand_over, prompt, params, salt)
         # A request without a seed still gets one, so that a preemption does not change its draws.
         seed = int.from_bytes(os.urandom(8), "big") if params.seed is None else params.seed
         sequences = [
@@ -218,6 +224,7 @@ class Engine:
                 seed=choice_seed(seed, index),
                 salt=salt,
                 constraint=None if params.constraint is None else params.constraint.copy(),
+                hand_over=None if index else given,
             )
             for index in range(params.n)
         ]
@@ -270,6 +277,39 @@ class Engine:
                 f"engine.max_waiting: {num_waiting} requests wait, {self.config.max_waiting} may; "
                 "try again later"
             )
+
+    def _given(
+        self, hand_over: bytes, prompt: list[int], params: SamplingParams, salt: str
+    ) -> HandOver:
+        if self.config.prefill == "full" or params.prompt_logprobs is not None:
+            raise RequestError(
+                "hand_over",
+                "global KV for a request whose prompt is read whole",
+                "no prompt_logprobs, and prefill 'exact' or 'bounded'",
+            )
+        root = self.index.root_key(salt)[-32:]
+        try:
+            return decode(hand_over, self.pools.layout, root=root, tokens=prompt)
+        except HandOverError as error:
+            want = "what export gave for these tokens, tenant and model"
+            raise RequestError("hand_over", str(error), want) from None
+
+    def export(self, request_id: str, *, index: int = 0) -> bytes:
+        """Return the global KV of a choice so far, for the `hand_over` of another engine's `add`.
+
+        The tokens to go on from are the prompt and those drawn here; the last drawn one has no
+        global KV yet. The choice stays here until it is cancelled. A choice that waits gives no
+        token's. Raises RequestError for an unknown one and while its windows are being replayed.
+        """
+        sequence = self._sequences.get((request_id, index))
+        if sequence is None or sequence.num_computed < sequence.stored:
+            raise RequestError(
+                "request_id", repr(request_id), "one that is served and has caught up; step first"
+            )
+        count = sequence.num_computed
+        taken = read_sequence(self.pools, sequence.blocks, sequence.slot, count)
+        root = self.index.root_key(sequence.salt)[-32:]
+        return encode(taken, root=root, tokens=sequence.tokens[:count])
 
     def _num_waiting(self) -> int:
         return len(self.scheduler.waiting) + sum(map(len, self._held.values()))

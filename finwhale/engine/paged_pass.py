@@ -123,7 +123,9 @@ class PagedPass:
             entry = self._positions[rows] // ratio
             back = np.arange(1 - ratio, 1)
             position = self._positions[rows][:, None] + back  # [M, r]
-            starts = np.array([span.start for span in self.spans], dtype=np.int64)
+            # A group that straddles `stored` began elsewhere; its first rows came along.
+            fresh = [max(span.start, span.stored) for span in self.spans]
+            starts = np.array(fresh, dtype=np.int64)
             num_open = self.pools.num_slots * (ratio - 1)
             kept = self._slots[which][:, None] * (ratio - 1) + position % ratio
             tokens = np.where(
@@ -311,7 +313,9 @@ class PagedPass:
         source, target = [], []
         for n, span in enumerate(self.spans):
             if spans[n]:
-                for at in range(max(span.start, span.stop - span.stop % ratio), span.stop):
+                # Below `stored` the group is complete, or its rows are there already.
+                first = max(span.start, span.stored, span.stop - span.stop % ratio)
+                for at in range(first, span.stop):
                     source.append(int(self.first_row[n]) + at - span.start)
                     target.append(span.slot * (ratio - 1) + at % ratio)
         if source:

@@ -57,6 +57,7 @@ class SchedulerStats:
     cached_tokens: int = 0
     loaded_tokens: int = 0
     unloaded_tokens: int = 0
+    handed_tokens: int = 0
     replayed_tokens: int = 0
     restored_windows: int = 0
     tier_errors: int = 0
@@ -155,7 +156,8 @@ class Scheduler:
 
     def _start(self, sequence: Sequence, match) -> None:
         """Give a sequence its slot, the blocks of its hit and the place where it begins."""
-        if match is not None and self.tier is not None and self.config.prefix_cache:
+        is_given = sequence.hand_over is not None
+        if match and self.tier is not None and self.config.prefix_cache and not is_given:
             self._load_more(sequence, match, self.tier)
         self._unpin(sequence)
         sequence.slot = self.free_slots.pop()
@@ -164,6 +166,7 @@ class Scheduler:
         sequence.may_cache = self.config.prefix_cache
         sequence.root_key = self.index.root_key(sequence.salt)
         sequence.stored = len(sequence.blocks) * self.config.block_size
+        self._take_over(sequence)
         saved, saved_tokens = self._saved_windows(match)
         if self._plan_start(sequence, saved_tokens) and saved is not None:
             windows = cast("Tensor", saved[1])
@@ -173,6 +176,28 @@ class Scheduler:
             sequence.num_cached_tokens = min(sequence.stored, sequence.num_computed)
         self.stats.cached_tokens += sequence.stored
         self.stats.replayed_tokens += max(0, sequence.stored - sequence.num_computed)
+
+    def _take_over(self, sequence: Sequence) -> None:
+        """Write global KV that came from elsewhere behind the blocks of the hit.
+
+        The blocks are the sequence's own; they are cached as its rows pass them.
+        """
+        given, sequence.hand_over = sequence.hand_over, None
+        if given is None or given.num_tokens <= sequence.stored:
+            return
+        for number in range(len(sequence.blocks), self.num_blocks_for(given.num_tokens)):
+            if not self.allocator.num_free and not self.index.evict(1):
+                return  # what it was admitted with is gone; whole blocks so far are as good
+            block = self.allocator.allocate()
+            self.pools.forget_block(block)
+            given.write_block(self.pools, number, block)
+            sequence.blocks.append(block)
+            before, sequence.stored = (
+                sequence.stored,
+                min(given.num_tokens, (number + 1) * self.config.block_size),
+            )
+            self.stats.handed_tokens += sequence.stored - before
+        given.write_open(self.pools, sequence.slot)
 
     def _saved_windows(self, match: Match | None):
         """Return the longest saved windows as (number of blocks, rows), and their tokens."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from finwhale.engine.hand_over import HandOver
 from finwhale.engine.request import Constraint, SamplingParams, TokenResult
 
 
@@ -30,6 +31,7 @@ class Sequence:
     arrival     order of admission to the queue; older goes first
     pinned      keys that a preemption pinned in the slower tier, until it starts again
     seed        of this choice; a draw depends on it and the token's number alone
+    hand_over   global KV from elsewhere, until the first residence has taken it
     """
 
     request_id: str
@@ -41,6 +43,7 @@ class Sequence:
     seed: int
     salt: str = ""
     constraint: Constraint | None = None
+    hand_over: HandOver | None = None
     slot: int = -1
     blocks: list[int] = field(default_factory=list)
     keys: list[bytes] = field(default_factory=list)

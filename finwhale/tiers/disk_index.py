@@ -112,8 +112,10 @@ class DiskIndex:
     def _prepare(self) -> None:
         version = self._writer.execute("PRAGMA user_version").fetchone()[0]
         if version == 0:
-            self._writer.executescript(_SCHEMA)
-            self._writer.execute(f"PRAGMA user_version = {FORMAT_VERSION}")
+            # In one transaction: a kill in between would leave tables of no version.
+            self._writer.executescript(
+                f"BEGIN; {_SCHEMA} PRAGMA user_version = {FORMAT_VERSION}; COMMIT"
+            )
             self._writer.commit()
         elif version != FORMAT_VERSION:
             raise sqlite3.DatabaseError(f"index version {version}")
@@ -151,6 +153,8 @@ class DiskIndex:
             self.put(rows)
             if number == max(segments):
                 growing = segment
+                if durable:
+                    segment.clear_torn()
             else:
                 self.seal(number)
         self.commit()

@@ -214,7 +214,8 @@ class Segment:
     """One open segment file; its descriptor closes with the last reference.
 
     A reader that still holds a segment which was just removed therefore reads the old bytes.
-    end  where the next record goes
+    end   where the next record goes
+    torn  behind the last page that a scan found to hold something, whole record or not
     """
 
     def __init__(
@@ -222,7 +223,7 @@ class Segment:
     ):
         self.disk, self.path, self.fd = disk, path, fd
         self.number, self.num_bytes, self.nonce = number, num_bytes, nonce
-        self.end = ALIGNMENT
+        self.end = self.torn = ALIGNMENT
 
     def __del__(self) -> None:
         self.disk.close(self.fd)
@@ -257,7 +258,7 @@ class Segment:
         """Open a segment; None for a file that is none, or not the one its name says."""
         fd = disk.open(path, os.O_RDWR if writable else os.O_RDONLY)
         try:
-            raw = disk.read(fd, ALIGNMENT, 0)
+            raw = _read_all(disk, fd, ALIGNMENT, 0)
             size = disk.size(fd)
             fixed = raw[: _SEGMENT.size]
             if len(fixed) < _SEGMENT.size:
@@ -306,28 +307,31 @@ class Segment:
         """
         at = ALIGNMENT
         while at < self.num_bytes:
+            page = b""
             try:
-                header = decode_header(self._read(ALIGNMENT, at), self.nonce)
+                page = self._read(ALIGNMENT, at)
+                header = decode_header(page, self.nonce)
                 found = self.read(at, header.record_bytes) if header else None
             except OSError:
                 found = None
             if found is None:
                 at += ALIGNMENT
+                self.torn = at if any(page) else self.torn
                 continue
             yield at, found[0]
             at += found[0].record_bytes
             self.end = at
 
+    def clear_torn(self) -> None:
+        """Make what lies behind the last whole record zeros: a record that a kill cut short.
+
+        The next one need not cover it, and a check would take it for damage.
+        """
+        if self.torn > self.end:
+            self._write(bytes(self.torn - self.end), self.end)
+
     def _read(self, num_bytes: int, offset: int) -> bytes:
-        parts: list[bytes] = []
-        while num_bytes > 0:
-            part = self.disk.read(self.fd, num_bytes, offset)
-            if not part:
-                break
-            parts.append(part)
-            num_bytes -= len(part)
-            offset += len(part)
-        return b"".join(parts)
+        return _read_all(self.disk, self.fd, num_bytes, offset)
 
     def _write(self, data: bytes, offset: int) -> None:
         rest = memoryview(data)
@@ -356,11 +360,24 @@ def is_unfinished(disk: Disk, path: Path) -> bool:
     """Whether `path` is a segment that a crash left without its header: nothing but zeros."""
     fd = disk.open(path, os.O_RDONLY)
     try:
-        return not disk.read(fd, ALIGNMENT, 0).strip(b"\0")
+        return not _read_all(disk, fd, ALIGNMENT, 0).strip(b"\0")
     except OSError:
         return False
     finally:
         disk.close(fd)
+
+
+def _read_all(disk: Disk, fd: int, num_bytes: int, offset: int) -> bytes:
+    """Return `num_bytes`, or fewer at the end of the file; a call may return a part."""
+    parts: list[bytes] = []
+    while num_bytes > 0:
+        part = disk.read(fd, num_bytes, offset)
+        if not part:
+            break
+        parts.append(part)
+        num_bytes -= len(part)
+        offset += len(part)
+    return b"".join(parts)
 
 
 def _digest(data: bytes, nonce: bytes) -> bytes:

@@ -79,6 +79,7 @@ class DiskStore:
         self._stats_lock = threading.Lock()
         self._segments: dict[int, Segment] = {}
         self._open: Segment | None = None
+        self._owes_room = False
         self._next_number = 1
         self._foreign: dict[str, int] = {}
         # Written and not yet committed; only the writer touches these.
@@ -449,7 +450,7 @@ class DiskStore:
                 self._index.seal(abandoned.number)
                 self._index.commit()
             self._recount()
-        except sqlite3.Error as second:
+        except Exception as second:  # Without its writer the store would let `flush` wait for ever.
             self._note(second)
 
     def _recount(self) -> None:
@@ -491,6 +492,11 @@ class DiskStore:
 
     def _segment_for(self, num_bytes: int) -> Segment | None:
         """Return the open segment with room for a record, or None if the store is full of pins."""
+        if self._owes_room:
+            # Killed behind the making of a segment. Without a free place the next one could take
+            # over nothing, and what is worth keeping would go with the segment that makes room.
+            self._owes_room = False
+            self._clean(num_bytes)
         if self._open and self._open.room >= num_bytes:
             return self._open
         if self._open:
@@ -651,6 +657,7 @@ class DiskStore:
                     f"max_bytes: foreign or damaged segment files ({', '.join(self._foreign)}) "
                     f"leave no room in {self.config.max_bytes}; remove those files"
                 )
+        self._owes_room = self._open is not None and self._is_full()
         for tenant in list(self._tenant_bytes):
             self._make_tenant_room(tenant, 0)
         self._commit()

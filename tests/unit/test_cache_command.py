@@ -81,6 +81,25 @@ def test_a_segment_that_was_never_begun_is_no_damage(tmp_path):
     assert survey(tmp_path / "c").problems == []
 
 
+def test_a_record_cut_short_by_a_kill_is_no_damage_once_its_segment_is_full(tmp_path):
+    """What comes next may be too long for the place, so nothing covers what was left there."""
+    folder = filled(tmp_path / "c", 13)
+    segment = folder / survey(folder).segments[0].name
+    raw = bytearray(segment.read_bytes())
+    # Half a record behind the last whole one: its end never came.
+    raw[14 * 4096 : 15 * 4096 + 100] = raw[13 * 4096 : 13 * 4096 + 50] + b"x" * 4146
+    segment.write_bytes(bytes(raw))
+    config = DiskStoreConfig(
+        directory=folder, namespace=b"n" * 32, max_bytes=64 * SEGMENT, segment_bytes=SEGMENT
+    )
+    with DiskStore(config) as store:
+        store.store(b"k" * 32, (bytes(9000),), tokens=(0, 8))
+        store.flush()
+    report = survey(folder)
+    assert [part.blocks for part in report.segments] == [13, 1]
+    assert report.problems == []
+
+
 def test_verify_says_by_its_exit_code_whether_every_record_is_whole(tmp_path, capsys):
     filled(tmp_path / "c", 12)
     assert Cache(action="verify", directory=tmp_path / "c").run() == 0

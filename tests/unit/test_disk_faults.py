@@ -8,6 +8,7 @@ in the code is switched off in turn, and then the law must fail.
 import hashlib
 import os
 import random
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -18,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from finwhale.tiers.disk_segments import ALIGNMENT
+from finwhale.tiers.disk_store import DiskStore
 from finwhale.tiers.tier import Retention, StoreError
 from tests.fault_disk import BAD_DEVICE, CRASHES, NO_SPACE, READ_ONLY, FaultDisk, write_files
 from tests.unit.test_disk_store import file_bytes, groups_of, has, key_of, open_store, put
@@ -139,6 +141,103 @@ def test_blocks_adopted_after_a_kill_survive_a_loss_of_power(tmp_path, skipped):
     files = disk.after_crash(len(disk.log), kind="drop")
     broken = broken_law(files, {0, 1}, tmp_path / "crash")
     assert broken == (None if skipped is None else "lost {1}")
+
+
+def test_a_kill_at_any_call_costs_no_valuable_block_later_on(tmp_path):
+    """A segment just made has taken the last free place; nothing may be emptied into nowhere."""
+    disk = FaultDisk()
+    with small_store(tmp_path / "store", disk) as store:
+        for n in range(7):
+            # Two segments of three records, a valuable one at the front of each; then a third.
+            put(store, n, retention=Retention.LONG if n in (0, 3) else Retention.NORMAL)
+    last = max(i for i, call in enumerate(disk.log) if call.kind == "create")
+    for upto in range(last, len(disk.log) + 1):
+        disk.killed(upto, tmp_path / f"{upto}")
+        with small_store(tmp_path / f"{upto}", FaultDisk()) as store:
+            put(store, *range(20, 32))
+            assert [has(store, n) for n in (0, 3)] == [True, True], upto
+
+
+class Killed(BaseException):
+    """Stands for the end of the process."""
+
+
+class KilledDisk(FaultDisk):
+    """Ends the process behind the n-th call of the opening thread that reaches the index."""
+
+    def __init__(self, calls: int):
+        super().__init__()
+        self.calls_left = calls
+
+    def connect(self, target):
+        disk, real = self, super().connect(target)
+
+        class Counted:
+            def __getattr__(self, name):
+                call = getattr(real, name)
+
+                def counted(*args):
+                    done = call(*args)
+                    opens = threading.current_thread() is threading.main_thread()
+                    disk.calls_left -= opens and name != "close"
+                    if not disk.calls_left:
+                        raise Killed
+                    return done
+
+                return counted
+
+        return Counted()
+
+
+def test_a_kill_while_the_index_is_made_leaves_one_that_opens(tmp_path):
+    calls, has_ended = 0, False
+    while not has_ended:
+        calls += 1
+        folder = tmp_path / f"{calls}"
+        try:
+            open_store(folder, disk=KilledDisk(calls)).close()
+            has_ended = True
+        except Killed:
+            # A copy: the lock of the process that this stands for would be gone.
+            shutil.copytree(folder, tmp_path / f"left {calls}")
+            with open_store(tmp_path / f"left {calls}") as store:
+                put(store, 1)
+                assert store.stats().errors == 0, calls
+                assert store.load(key_of(1)) == tuple(groups_of(1))
+    assert calls > 5
+
+
+class Hasty(DiskStore):
+    """A store with its order turned round: the index first, and then the data."""
+
+    def _commit(self) -> None:
+        waits, self._open = self._open, None
+        had = bool(self._staged)
+        super()._commit()  # without an open segment nothing is flushed
+        self._open = waits
+        if had and waits:
+            waits.flush()
+
+
+@pytest.mark.parametrize("kind", [DiskStore, Hasty])
+def test_what_the_index_shows_is_durable_at_that_moment(tmp_path, kind):
+    """Readers see a row as soon as it is committed, so it may be committed only behind its data."""
+    broken = []
+    disk = FaultDisk()
+    store = open_store(tmp_path / "store", disk=disk, kind=kind)
+
+    def look() -> None:
+        here = {n for n in range(6) if has(store, n)}
+        files = disk.after_crash(len(disk.log), kind="drop")
+        target = tmp_path / f"{len(disk.log)}"
+        write_files(target, files)
+        with open_store(target) as other:
+            broken.extend(n for n in here if other.load(key_of(n)) != tuple(groups_of(n)))
+
+    disk.after_commit = look
+    with store:
+        put(store, *range(6))
+    assert bool(broken) == (kind is Hasty)
 
 
 def test_syncs_of_the_code_are_all_in_these_tests():

@@ -26,7 +26,9 @@ def groups_of(n, lengths=(900, 340)) -> list[bytes]:
     return [hashlib.shake_256(f"{n} {i}".encode()).digest(size) for i, size in enumerate(lengths)]
 
 
-def open_store(directory, *, segments=4, records=4, disk=None, **settings) -> DiskStore:
+def open_store(
+    directory, *, segments=4, records=4, disk=None, kind=DiskStore, **settings
+) -> DiskStore:
     """Return a store whose segments have room for `records` records of 4 KiB.
 
     Without a disk of its own it never waits for the device.
@@ -34,7 +36,7 @@ def open_store(directory, *, segments=4, records=4, disk=None, **settings) -> Di
     size = (records + 1) * ALIGNMENT
     settings = {"namespace": NAMESPACE, "segment_bytes": size} | settings
     settings.setdefault("max_bytes", segments * size)
-    return DiskStore(DiskStoreConfig(directory=directory, **settings), disk or FaultDisk())
+    return kind(DiskStoreConfig(directory=directory, **settings), disk or FaultDisk())
 
 
 def put(store, *numbers, **how) -> None:

@@ -1,7 +1,9 @@
 """State files: atomic, described without torch."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -42,6 +44,16 @@ def test_writing_replaces_in_one_step_and_leaves_no_staging_file(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["state"]
     c = MODEL.config.text_config
     assert SequenceState.from_bytes(file.read_bytes(), c, str(MODEL.numerics)).num_tokens == 9
+
+
+def test_bytes_are_flushed_before_they_take_the_name(tmp_path, monkeypatch):
+    """A crash behind the renaming must not leave a name without its bytes."""
+    order = []
+    replace = Path.replace
+    monkeypatch.setattr("os.fsync", lambda fd: order.append(os.fstat(fd).st_size))
+    monkeypatch.setattr(Path, "replace", lambda *paths: order.append("name") or replace(*paths))
+    write_state(tmp_path / "state", b"seven b")
+    assert order == [7, "name"]
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff" * 64, b"\x02\0\0\0\0\0\0\0{}"])
