@@ -16,6 +16,7 @@ import statistics
 import sys
 import time
 import traceback
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -151,20 +152,13 @@ def attention_part(bench: Bench, everything: bool) -> None:
             ]
 
         forms = {"chosen": ours, "invariant": lambda ours=ours: ours(invariant=True)}
-        tried = {1: (5, 10, 20), 8: (2, 5, 10), 64: (1, 2, 3), 256: (1, 2)}[tokens]
-        if everything:
-            for one in {
-                (x.heads, x.keys, x.num_warps, x.num_stages): x for x in attention.BENCHED
-            }.values():
-                for splits in tried:
-                    launch = attention.AttentionLaunch(
-                        heads=one.heads, keys=one.keys, splits=splits, num_warps=one.num_warps,
-                        num_stages=one.num_stages,
-                    )  # fmt: skip
-                    form = (
-                        f"h{one.heads} k{one.keys} w{one.num_warps} s{one.num_stages} split{splits}"
-                    )
-                    forms[form] = lambda launch=launch, ours=ours: ours(launch)
+        tried = {1: (5, 10, 20, 40), 8: (2, 5, 10, 20), 64: (1, 2, 4), 256: (1, 2)}[tokens]
+        for one in attention.BENCHED[::2] if everything else ():
+            for splits in tried:
+                launch = replace(one, splits=splits)
+                form = f"h{one.heads} k{one.keys} w{one.num_warps} s{one.num_stages} "
+                form += f"shares{one.shares} splits{splits}"
+                forms[form] = lambda launch=launch, ours=ours: ours(launch)
         forms["peer flash_mla legacy, 584-byte FP8 rows"] = lambda t=tokens, n=calls: flash_mla(
             t, n
         )

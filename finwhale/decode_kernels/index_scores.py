@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from finwhale.decode_kernels.formats import bf16_planes, e2m1_planes, ue8m0_value
+from finwhale.decode_kernels.formats import PLANE_GROW, bf16_planes, e2m1_planes, ue8m0_value
 from finwhale.decode_kernels.launch import is_interpreted, launch_for
 
 
@@ -59,7 +59,7 @@ def _scores_kernel(
     at = (t * HI + head[:, None]) * HALF + channel[None, :]
     q_even, q_odd = bf16_planes(tl.load(q_ptr + at, mask=(head < HI)[:, None], other=0), FAST)
     q_even, q_odd = tl.trans(q_even), tl.trans(q_odd)  # [HALF, HEADS]
-    weights = tl.load(weights_ptr + t * HI + head, mask=head < HI, other=0.0)
+    weights = tl.load(weights_ptr + t * HI + head, mask=head < HI, other=0.0) * PLANE_GROW
     visible = tl.load(visible_ptr + t).to(tl.int32)
     length = M if POOL else tl.minimum(visible, M)
     newest = (visible - 1) // BLOCK
@@ -73,12 +73,10 @@ def _scores_kernel(
         seen = (column < M) & (entry >= 0) & (entry < visible)
         safe = tl.where(seen, entry, 0)
         block = tl.load(tables_ptr + t * NB + safe // EPB, mask=seen, other=0).to(tl.int64)
+        # What is not seen reads some row; its score is replaced below.
         row = keys_ptr + (block * EPB + safe % EPB)[:, None, None] * ROW
-        keep = seen[:, None, None]
-        codes = tl.load(
-            row + group[None, :, None] * 16 + in_group[None, None, :], mask=keep, other=0
-        )
-        scale = tl.load(row + HALF + group[None, :, None], mask=keep, other=0)
+        codes = tl.load(row + group[None, :, None] * 16 + in_group[None, None, :])
+        scale = tl.load(row + HALF + group[None, :, None])
         scale = tl.broadcast_to(ue8m0_value(scale), [KEYS, HALF // 16, 16])
         even, odd = e2m1_planes(codes, scale, FAST)
         dots = tl.dot(tl.reshape(even, [KEYS, HALF]), q_even, input_precision="ieee")

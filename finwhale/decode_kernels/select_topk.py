@@ -33,13 +33,8 @@ class SelectLaunch:
     num_warps: int
 
 
-# By k: a stretch should be many times k, or it hardly thins its row.
-_LAUNCHES = {
-    "any": {
-        0: SelectLaunch(stretch=16384, num_warps=16),
-        513: SelectLaunch(stretch=16384, num_warps=16),
-    },
-}
+# The longest stretch; a row of fewer scores gets one of its own length.
+_LAUNCHES = {"any": SelectLaunch(stretch=16384, num_warps=16)}
 # What `bench/gpu_decode_attention.py` times, and the compiled tests run.
 BENCHED = tuple(
     SelectLaunch(stretch=stretch, num_warps=warps)
@@ -136,6 +131,15 @@ def select_topk_rows_unsupported(scores: Tensor, k: int) -> str | None:
     return None
 
 
+def select_launch(capacity: int, k: int, device: torch.device) -> SelectLaunch:
+    """Return the launch for rows of `capacity` scores on a device."""
+    longest = launch_for(_LAUNCHES, device)
+    stretch = max(triton.next_power_of_2(capacity), triton.next_power_of_2(2 * k), 1024)
+    if stretch >= longest.stretch:
+        return longest
+    return SelectLaunch(stretch=stretch, num_warps=max(4, min(longest.num_warps, stretch >> 9)))
+
+
 def select_topk_rows(
     scores: Tensor, lengths: Tensor, k: int, *, launch: SelectLaunch | None = None
 ) -> Tensor:
@@ -147,9 +151,7 @@ def select_topk_rows(
     out = torch.empty(tokens, k, dtype=torch.int64, device=scores.device)
     if not out.numel():
         return out
-    if launch is None:
-        table = launch_for(_LAUNCHES, scores.device)
-        launch = table[max(least for least in table if least <= k)]
+    launch = launch or select_launch(capacity, k, scores.device)
     stretch = launch.stretch
     assert 2 * k <= stretch <= 1 << 15
     scores = scores.contiguous()

@@ -24,9 +24,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KINDS = ["window", "entry", "index_key"]
 
 
-def attend(inputs, splits=3, heads=16, **changed):
-    launch = attention.AttentionLaunch(heads=heads, keys=16, splits=splits, num_warps=4)
-    return attention.gather_attention(*inputs, launch=launch, **changed)
+def attend(inputs, splits=3, shares=2):
+    launch = attention.AttentionLaunch(heads=16, keys=16, splits=splits, num_warps=4, shares=shares)
+    return attention.gather_attention(*inputs, launch=launch)
 
 
 def scored(inputs, *pool, keys=32, programs=5, **options):
@@ -40,18 +40,18 @@ def selected(scores, lengths, k, stretch=64):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "heads", "dim", "width", "k", "turning", "splits"),
+    ("tokens", "heads", "dim", "width", "k", "turning", "splits", "shares"),
     [
-        (1, 1, 64, 1, 1, None, 3),
-        (3, 5, 64, 21, 33, 16, 1),
-        (3, 5, 64, 21, 33, None, 3),
-        (2, 20, 128, 63, 65, 64, 3),
-        (1, 3, 64, 8, 0, 16, 1),
+        (1, 1, 64, 1, 1, None, 3, 1),
+        (3, 5, 64, 21, 33, 16, 1, 2),
+        (3, 5, 64, 21, 33, None, 3, 1),
+        (2, 20, 128, 63, 65, 64, 3, 2),
+        (1, 3, 64, 8, 0, 16, 1, 1),
     ],
 )
-def test_gathered_attention_equals_reference(tokens, heads, dim, width, k, turning, splits):
+def test_gathered_attention_equals_reference(tokens, heads, dim, width, k, turning, splits, shares):
     inputs = cases.attention_inputs(tokens, heads, dim, width, k, DEVICE, turning=turning)
-    got, want = attend(inputs, splits), refs.gather_attention_ref(*inputs)
+    got, want = attend(inputs, splits, shares), refs.gather_attention_ref(*inputs)
     assert cases.relative(got, want) < 5e-3
     if tokens > 1:
         assert not got[1].any()
@@ -106,9 +106,9 @@ def test_one_visible_row_comes_back_bit_for_bit():
     codes = torch.arange(256, dtype=torch.uint8)
     main = torch.zeros(127, 576 // 2, dtype=torch.uint8)
     main[:, :256], main[:, 256:] = codes, torch.arange(127, dtype=torch.uint8)[:, None]
-    ring = torch.zeros(200, 528, dtype=torch.uint8)
+    ring = torch.zeros(127, 528, dtype=torch.uint8)
     ring[:, :512] = torch.tensor([c for c in range(256) if c & 127 != 127] * 3)[:512].byte()
-    ring[:, 512:] = torch.arange(30, 230, dtype=torch.uint8)[:, None]
+    ring[:, 512:] = torch.arange(80, 207, dtype=torch.uint8)[:, None]
     sink = torch.full((1,), -torch.inf)
     none = torch.full((1, 1), -1)
     picks = (0, 9, 126) if DEVICE == "cpu" else range(127)
