@@ -66,6 +66,7 @@ def _level_length(length, K, LEVEL: tl.constexpr, STRETCH: tl.constexpr):
 def _stretch_kernel(
     scores_ptr, index_ptr, lengths_ptr, out_scores_ptr, out_index_ptr, N, capacity, K,
     STRETCH: tl.constexpr, SLOTS: tl.constexpr, LEVEL: tl.constexpr, FINAL: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Write the K best of a stretch in order of position, then empty slots."""
     chunk, t = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -76,7 +77,9 @@ def _stretch_kernel(
     if FINAL or (start < length):
         place = start + tl.arange(0, STRETCH)
         inside = place < length
-        score = tl.load(scores_ptr + t * N + place, mask=inside, other=float("-inf"))
+        # Rows of a multiple of 16 can be read to the next such border, four scores at a time.
+        border = (length + 15) // 16 * 16 if ALIGNED else length
+        score = tl.load(scores_ptr + t * N + place, mask=place < border, other=float("-inf"))
         key = tl.where(inside, _ordered(score), _NEVER)
         possible = key > _MINUS_INFINITY
         low = _MINUS_INFINITY + 1
@@ -163,12 +166,13 @@ def select_topk_rows(
         kept_index = torch.empty(tokens, chunks * k, dtype=torch.int32, device=scores.device)
         _stretch_kernel[(chunks, tokens)](
             scores, index, lengths, kept, kept_index, width, capacity, k,
-            LEVEL=level, FINAL=False, **sizes,
+            LEVEL=level, FINAL=False, ALIGNED=width % 16 == 0, **sizes,
         )  # fmt: skip
         scores, index, width, level = kept, kept_index, chunks * k, level + 1
     _stretch_kernel[(1, tokens)](
-        scores, index, lengths, scores, out, width, capacity, k, LEVEL=level, FINAL=True, **sizes
-    )
+        scores, index, lengths, scores, out, width, capacity, k,
+        LEVEL=level, FINAL=True, ALIGNED=width % 16 == 0, **sizes,
+    )  # fmt: skip
     return out
 
 
