@@ -161,3 +161,20 @@ class References:
     index_scores = staticmethod(refs.index_scores_ref)
     select = staticmethod(refs.select_topk_rows_ref)
     pool_rows = staticmethod(refs.pool_rows_ref)
+
+
+def group_inputs(tokens, dim, device, *, seed=0):
+    """Every third token closes its group; the rows of the others hold something to overwrite."""
+    g = generator(seed)
+    content, gate = torch.randn(2, tokens, dim, generator=g) * 3
+    open_rows = torch.randn(tokens + 3, 2, dim, generator=g) * 3
+    slots = torch.randperm(tokens + 3, generator=g)[:tokens]
+    closes = torch.arange(tokens) % 3 == 1
+    return [x.to(device) for x in (content, gate, open_rows, slots, closes)]
+
+
+def closed(form, inputs):
+    """Return the pooled rows and the open rows after a form of `close_groups` ran on copies."""
+    content, gate, open_rows, slots, closes = inputs
+    open_rows = open_rows.clone()
+    return form(content, gate, open_rows, slots, closes), open_rows

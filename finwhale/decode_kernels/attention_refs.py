@@ -21,6 +21,7 @@ from finwhale.cache.paged_reads import (
     unpack_window,
 )
 from finwhale.ops import rounding
+from finwhale.ops.compress import pool_group
 from finwhale.ops.index import select_topk_ref
 from finwhale.ops.norm import rms_norm
 from finwhale.ops.rope import apply_rope
@@ -193,3 +194,23 @@ def rotate_queries_ref(q: Tensor, rotation: Tensor, rounded: bool) -> None:
     """
     turned = apply_rope(q, rotation)
     q.copy_(rounding.round_index(turned) if rounded else turned)
+
+
+def close_groups_ref(
+    content: Tensor, gate: Tensor, open_rows: Tensor, slots: Tensor, closes: Tensor
+) -> Tensor:
+    """Return the pooled pair of each token that closes its group, and keep the others' rows.
+
+    content, gate  [T, D] fp32    this step's rows, one token per sequence, at ratio 2
+    open_rows      [S, 2, D] fp32  content and gate of each sequence's first token; in place
+    slots          [T] int64      row of `open_rows` of each token's sequence, no row twice
+    closes         [T] bool       whether the token is the second of its group
+    returns        [T, D] bf16    what the entry's norm reads; 0 where the group stays open
+
+    The pooled value is rounded to bf16 before its norm (D07). Section 4.3.
+    """
+    own = torch.stack((content, gate), dim=1)  # [T, 2, D]
+    pair = torch.stack((open_rows[slots], own), dim=2)  # [T, 2, r, D]
+    pooled = pool_group(pair[:, 0], pair[:, 1])
+    open_rows[slots[~closes]] = own[~closes]
+    return torch.where(closes.unsqueeze(-1), pooled, 0.0).bfloat16()

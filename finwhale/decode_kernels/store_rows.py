@@ -1,7 +1,8 @@
 """The rows that a decode step writes: RMS norm, RoPE, rounding and the scatter, in one launch each.
 
 One program per row; window KV, main entries and index keys differ in format alone. Queries are
-turned (and index queries rounded) in place by a second kernel. Values are rounded to bf16 where the
+turned (and index queries rounded) in place by a second kernel; a third closes or keeps the groups
+of ratio 2. Values are rounded to bf16 where the
 release has bf16 between its modules, so codes equal those of the reference unless the sum of the
 norm, taken in another order, moves a value across a boundary. The easy mistake: a value that is not
 finite has no code; `finite` remembers the row, as nothing can be raised here.
@@ -140,6 +141,34 @@ def _queries_kernel(
     tl.store(at, bf16_bits(even) | (bf16_bits(odd) << 16), mask=head < H)
 
 
+@triton.jit
+def _close_kernel(
+    content_ptr, gate_ptr, open_ptr, slots_ptr, closes_ptr, out_ptr, HALF: tl.constexpr
+):
+    t = tl.program_id(0).to(tl.int64)
+    pair = tl.arange(0, HALF)
+    own = t * 2 * HALF + 2 * pair
+    kept = tl.load(slots_ptr + t) * 4 * HALF + 2 * pair
+    even, odd = tl.load(content_ptr + own), tl.load(content_ptr + own + 1)
+    gate_even, gate_odd = tl.load(gate_ptr + own), tl.load(gate_ptr + own + 1)
+    words = tl.zeros([HALF], tl.int32)
+    if tl.load(closes_ptr + t) != 0:
+        # The softmax over two is a sigmoid of their difference.
+        first_even = tl.load(open_ptr + kept + 2 * HALF) - gate_even
+        first_odd = tl.load(open_ptr + kept + 2 * HALF + 1) - gate_odd
+        first_even = 1.0 / (1.0 + tl.exp(-first_even))
+        first_odd = 1.0 / (1.0 + tl.exp(-first_odd))
+        even += first_even * (tl.load(open_ptr + kept) - even)
+        odd += first_odd * (tl.load(open_ptr + kept + 1) - odd)
+        words = bf16_bits(even) | (bf16_bits(odd) << 16)
+    else:
+        tl.store(open_ptr + kept, even)
+        tl.store(open_ptr + kept + 1, odd)
+        tl.store(open_ptr + kept + 2 * HALF, gate_even)
+        tl.store(open_ptr + kept + 2 * HALF + 1, gate_odd)
+    tl.store(out_ptr + t * HALF + pair, words)
+
+
 def store_rows_unsupported(kind: str, x: Tensor, weight: Tensor, pool: Tensor) -> str | None:
     """Return why `store_rows` cannot run, or None; no value of a tensor is read."""
     if kind not in _FORMATS:
@@ -200,3 +229,20 @@ def rotate_queries(q: Tensor, rotation: Tensor, rounded: bool) -> None:
         q.view(torch.int32), rotation, tokens,
         H=heads, HEADS=block, HALF=dim // 2, R2=rotation.shape[-1], ROUNDED=rounded, num_warps=2,
     )  # fmt: skip
+
+
+def close_groups(
+    content: Tensor, gate: Tensor, open_rows: Tensor, slots: Tensor, closes: Tensor
+) -> Tensor:
+    """Return pooled pairs [T, D] bf16; the contract of `attention_refs.close_groups_ref`."""
+    tokens, dim = content.shape
+    if content.dtype is not torch.float32 or dim & (dim - 1):
+        reason = f"content {content.dtype} of {dim}: use float32 and a power of two"
+        raise StoreRowsUnsupportedError(f"close_groups: {reason}")
+    out = torch.empty(tokens, dim, dtype=torch.bfloat16, device=content.device)
+    if tokens:
+        _close_kernel[(tokens,)](
+            content.contiguous(), gate.contiguous(), open_rows, slots, closes.view(torch.int8),
+            out.view(torch.int32), HALF=dim // 2, num_warps=2,
+        )  # fmt: skip
+    return out

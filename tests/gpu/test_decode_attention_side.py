@@ -190,6 +190,17 @@ def test_turned_queries_equal_reference(is_rounded):
     assert not torch.equal(got, q)
 
 
+def test_closed_groups_equal_reference():
+    inputs = cases.group_inputs(1000, 512, DEVICE)
+    got, kept = cases.closed(rows_kernels.close_groups, inputs)
+    want, wanted_rows = cases.closed(refs.close_groups_ref, inputs)
+    assert torch.equal(kept, wanted_rows)
+    assert cases.relative(got, want) < 1e-3
+    assert not got[~inputs[4]].any()
+    inputs[1] = -inputs[1]
+    assert cases.relative(cases.closed(rows_kernels.close_groups, inputs)[0], want) > 0.1
+
+
 def test_a_graph_of_all_kernels_follows_its_inputs():
     inputs = cases.index_inputs(5, 32, 128, 40_000, DEVICE, per_block=64)
     held = cases.attention_inputs(5, 64, 512, 128, 512, DEVICE, rows=40_064 * 5, turning=64)

@@ -275,6 +275,17 @@ def test_turned_queries_equal_reference(is_rounded):
     assert not torch.equal(got, q)
 
 
+def test_closed_groups_equal_reference():
+    inputs = cases.group_inputs(7, 64, DEVICE)
+    got, kept = cases.closed(rows_kernels.close_groups, inputs)
+    want, wanted_rows = cases.closed(refs.close_groups_ref, inputs)
+    assert torch.equal(kept, wanted_rows)
+    assert cases.relative(got, want) < 1e-3
+    assert not got[~inputs[4]].any()
+    inputs[1] = -inputs[1]
+    assert cases.relative(cases.closed(rows_kernels.close_groups, inputs)[0], want) > 0.1
+
+
 def test_refusals_name_the_field():
     inputs = cases.attention_inputs(1, 2, 64, 4, 4, DEVICE)
     inputs[0] = inputs[0].float()
