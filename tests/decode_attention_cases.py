@@ -140,12 +140,15 @@ def store_inputs(kind, tokens, dim, device, *, seed=0, exact=False, turning=16):
     return [y.to(device) for y in (x.bfloat16(), weight, turn, pool, rows)]
 
 
-def stored(form, kind, inputs):
-    """Return the pool and the latent after a form of `store_rows` ran on copies."""
+def stored(form, kind, inputs, heads=0):
+    """Return the pool, the latent and the queries after a form of `store_rows` ran on copies."""
     x, weight, turn, pool, rows = inputs
-    pool, latent = pool.clone(), torch.zeros_like(x)
-    form(kind, x, weight, turn, pool, rows, EPS, latent)
-    return pool, latent
+    pool, latent, queries = pool.clone(), torch.zeros_like(x), None
+    if heads:
+        g = generator(1)
+        queries = torch.randn(len(x), heads, x.shape[1], generator=g).bfloat16().to(x.device)
+    form(kind, x, weight, turn, pool, rows, EPS, latent, queries)
+    return pool, latent, queries
 
 
 def chain(forms, inputs, k, blocks=None):

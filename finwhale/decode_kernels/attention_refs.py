@@ -167,6 +167,7 @@ def store_rows_ref(
     rows: Tensor,
     eps: float,
     latent: Tensor | None = None,
+    queries: Tensor | None = None,
 ) -> None:
     """Write the packed row of each x: RMS norm, RoPE, rounding to the format of `kind`.
 
@@ -176,15 +177,18 @@ def store_rows_ref(
     rotation  [2, T, R/2] fp32
     pool      [E, bytes] uint8, written in place
     rows      [T] int64      rows of `pool`, no row twice; -1 writes nothing
-    latent    [T, D] bf16    if given, gets the normalised x before RoPE
+    latent    [T, D] bf16    if given, gets the normalised x before RoPE, of the rows written
+    queries   [T, H, D] bf16  if given, turned in place by the same rotation, all of them
 
     Sections 4.2, 4.3, 5.1 and 9.2 to 9.4.
     """
     normed = rms_norm(x, weight, eps)
     if latent is not None:
-        latent.copy_(normed)
+        latent[rows >= 0] = normed[rows >= 0]
     packed = _PACKERS[kind](apply_rope(normed, rotation), "fp4")
     pool[rows[rows >= 0]] = packed[rows >= 0]
+    if queries is not None:
+        rotate_queries_ref(queries, rotation, rounded=False)
 
 
 def rotate_queries_ref(q: Tensor, rotation: Tensor, rounded: bool) -> None:

@@ -31,6 +31,7 @@ from finwhale.decode_kernels.launch import is_interpreted
 
 _FORMATS = {"window": 0, "entry": 1, "index_key": 2}
 _GROUPS = {"window": 32, "entry": 16, "index_key": 32}
+_TURNED_HEADS = 16
 
 
 class StoreRowsUnsupportedError(ValueError):
@@ -72,15 +73,48 @@ def _group_scale(even, odd, FORMAT: tl.constexpr, GROUPS: tl.constexpr, PAIRS: t
 
 
 @triton.jit
-def _store_kernel(
-    x_ptr, weight_ptr, rotation_ptr, pool_ptr, rows_ptr, latent_ptr, finite_ptr, T, eps,
-    HALF: tl.constexpr, R2: tl.constexpr, FORMAT: tl.constexpr, PAIRS: tl.constexpr,
-    HAS_LATENT: tl.constexpr, HAS_FINITE: tl.constexpr,
+def _turn_heads(
+    q_ptr, rotation_ptr, t, T, first,
+    H: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, R2: tl.constexpr,
+    ROUNDED: tl.constexpr,
 ):  # fmt: skip
+    """Turn HEADS heads of one query. Unrounded, only the channels that turn are touched."""
+    head = first + tl.arange(0, HEADS)[:, None]
+    WIDTH: tl.constexpr = HALF if ROUNDED else R2
+    pair = (HALF - WIDTH) + tl.arange(0, WIDTH)[None, :]
+    at = q_ptr + (t * H + head) * HALF + pair
+    even, odd = bf16_planes(tl.load(at, mask=head < H, other=0), False)
+    even, odd = _turned(even, odd, rotation_ptr, t, T, pair, HALF, R2)
+    if ROUNDED:
+        GROUPS: tl.constexpr = HEADS * HALF // 16
+        _, value = _group_scale(even, odd, 2, GROUPS, 16)
+        fine = (tl.abs(even) < 3.4e38) & (tl.abs(odd) < 3.4e38)
+        fine = tl.min(tl.reshape(fine.to(tl.int32), [GROUPS, 16]), 1)[:, None]
+        # Damage must reach the check that names its layer: the whole group becomes NaN.
+        value = tl.where(fine != 0, value, float("nan"))
+        value = tl.broadcast_to(value, [GROUPS, 16])
+        even = e2m1_value(e2m1_code(tl.div_rn(tl.reshape(even, [GROUPS, 16]), value))) * value
+        odd = e2m1_value(e2m1_code(tl.div_rn(tl.reshape(odd, [GROUPS, 16]), value))) * value
+        even = tl.reshape(even, [HEADS, HALF])
+        odd = tl.reshape(odd, [HEADS, HALF])
+    tl.store(at, bf16_bits(even) | (bf16_bits(odd) << 16), mask=head < H)
+
+
+@triton.jit
+def _store_kernel(
+    x_ptr, weight_ptr, rotation_ptr, pool_ptr, rows_ptr, latent_ptr, finite_ptr, q_ptr, T, eps,
+    HALF: tl.constexpr, R2: tl.constexpr, FORMAT: tl.constexpr, PAIRS: tl.constexpr,
+    HAS_LATENT: tl.constexpr, HAS_FINITE: tl.constexpr, H: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """Write one row; programs beyond the first of a token turn HEADS of its query's heads each."""
     GROUPS: tl.constexpr = HALF // PAIRS
     t = tl.program_id(0).to(tl.int64)
     row = tl.load(rows_ptr + t)
-    if row >= 0:
+    if tl.program_id(1) > 0:
+        if H > 0:
+            first = (tl.program_id(1) - 1) * HEADS
+            _turn_heads(q_ptr, rotation_ptr, t, T, first, H, HEADS, HALF, R2, False)
+    elif row >= 0:
         pair = tl.arange(0, HALF)
         even, odd = bf16_planes(tl.load(x_ptr + t * HALF + pair), False)
         w_even, w_odd = bf16_planes(tl.load(weight_ptr + pair), False)
@@ -97,8 +131,9 @@ def _store_kernel(
             if tl.min(fine.to(tl.int32), 0) == 0:
                 tl.store(finite_ptr + t, 0)
         code, value = _group_scale(even, odd, FORMAT, GROUPS, PAIRS)
-        even = tl.div_rn(tl.reshape(even, [GROUPS, PAIRS]), tl.broadcast_to(value, [GROUPS, PAIRS]))
-        odd = tl.div_rn(tl.reshape(odd, [GROUPS, PAIRS]), tl.broadcast_to(value, [GROUPS, PAIRS]))
+        value = tl.broadcast_to(value, [GROUPS, PAIRS])
+        even = tl.div_rn(tl.reshape(even, [GROUPS, PAIRS]), value)
+        odd = tl.div_rn(tl.reshape(odd, [GROUPS, PAIRS]), value)
         group, in_group = tl.arange(0, GROUPS)[:, None], tl.arange(0, PAIRS)[None, :]
         at = group * PAIRS + in_group
         if FORMAT == 0:
@@ -118,27 +153,9 @@ def _queries_kernel(
     H: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, R2: tl.constexpr,
     ROUNDED: tl.constexpr,
 ):  # fmt: skip
-    """Turn HEADS heads of one query. Unrounded, only the channels that turn are touched."""
     t = tl.program_id(1).to(tl.int64)
-    head = tl.program_id(0) * HEADS + tl.arange(0, HEADS)[:, None]
-    WIDTH: tl.constexpr = HALF if ROUNDED else R2
-    pair = (HALF - WIDTH) + tl.arange(0, WIDTH)[None, :]
-    at = q_ptr + (t * H + head) * HALF + pair
-    even, odd = bf16_planes(tl.load(at, mask=head < H, other=0), False)
-    even, odd = _turned(even, odd, rotation_ptr, t, T, pair, HALF, R2)
-    if ROUNDED:
-        GROUPS: tl.constexpr = HEADS * HALF // 16
-        _, value = _group_scale(even, odd, 2, GROUPS, 16)
-        fine = (tl.abs(even) < 3.4e38) & (tl.abs(odd) < 3.4e38)
-        fine = tl.min(tl.reshape(fine.to(tl.int32), [GROUPS, 16]), 1)[:, None]
-        # Damage must reach the check that names its layer: the whole group becomes NaN.
-        value = tl.where(fine != 0, value, float("nan"))
-        value = tl.broadcast_to(value, [GROUPS, 16])
-        even = e2m1_value(e2m1_code(tl.div_rn(tl.reshape(even, [GROUPS, 16]), value))) * value
-        odd = e2m1_value(e2m1_code(tl.div_rn(tl.reshape(odd, [GROUPS, 16]), value))) * value
-        even = tl.reshape(even, [HEADS, HALF])
-        odd = tl.reshape(odd, [HEADS, HALF])
-    tl.store(at, bf16_bits(even) | (bf16_bits(odd) << 16), mask=head < H)
+    first = tl.program_id(0) * HEADS
+    _turn_heads(q_ptr, rotation_ptr, t, T, first, H, HEADS, HALF, R2, ROUNDED)
 
 
 @triton.jit
@@ -195,6 +212,7 @@ def store_rows(
     rows: Tensor,
     eps: float,
     latent: Tensor | None = None,
+    queries: Tensor | None = None,
     *,
     finite: Tensor | None = None,
 ) -> None:
@@ -203,28 +221,37 @@ def store_rows(
     finite  [T] bool   gets False where a value has no code; True is never written
     """
     reason = store_rows_unsupported(kind, x, weight, pool)
+    if reason is None and queries is not None and queries.shape[-1] != x.shape[-1]:
+        reason = f"queries: {queries.shape[-1]} channels, expected those of x, {x.shape[-1]}"
     if reason is not None:
         raise StoreRowsUnsupportedError(f"store_rows: {reason}")
     tokens, dim = x.shape
     if not tokens:
         return
-    _store_kernel[(tokens,)](
+    heads = 0 if queries is None else _turnable(queries).shape[1]
+    _store_kernel[(tokens, 1 + -(-heads // _TURNED_HEADS))](
         x.contiguous().view(torch.int32), weight.view(torch.int32), rotation, pool, rows,
         x if latent is None else latent.view(torch.int32),
-        rows if finite is None else finite.view(torch.int8), tokens, eps,
+        rows if finite is None else finite.view(torch.int8),
+        x if queries is None else queries.view(torch.int32), tokens, eps,
         HALF=dim // 2, R2=rotation.shape[-1], FORMAT=_FORMATS[kind], PAIRS=_GROUPS[kind] // 2,
-        HAS_LATENT=latent is not None, HAS_FINITE=finite is not None, num_warps=2,
+        HAS_LATENT=latent is not None, HAS_FINITE=finite is not None, H=heads,
+        HEADS=_TURNED_HEADS, num_warps=2,
     )  # fmt: skip
+
+
+def _turnable(q: Tensor) -> Tensor:
+    if q.dtype is not torch.bfloat16 or not q.is_contiguous():
+        raise StoreRowsUnsupportedError(f"queries {q.dtype}: use contiguous bfloat16")
+    return q
 
 
 def rotate_queries(q: Tensor, rotation: Tensor, rounded: bool) -> None:
     """Turn (and round) queries in place; the contract of `attention_refs.rotate_queries_ref`."""
-    tokens, heads, dim = q.shape
-    if q.dtype is not torch.bfloat16 or not q.is_contiguous():
-        raise StoreRowsUnsupportedError(f"rotate_queries: q {q.dtype}: use contiguous bfloat16")
+    tokens, heads, dim = _turnable(q).shape
     if not q.numel():
         return
-    block = 4 if rounded else 16
+    block = 4 if rounded else _TURNED_HEADS
     _queries_kernel[(-(-heads // block), tokens)](
         q.view(torch.int32), rotation, tokens,
         H=heads, HEADS=block, HALF=dim // 2, R2=rotation.shape[-1], ROUNDED=rounded, num_warps=2,

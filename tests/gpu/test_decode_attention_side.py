@@ -164,15 +164,15 @@ def test_stored_rows_equal_reference(kind):
     dim = 128 if kind == "index_key" else 512
     for exact in (True, False):
         inputs = cases.store_inputs(kind, 1000, dim, DEVICE, exact=exact, turning=64)
-        got, latent = cases.stored(rows_kernels.store_rows, kind, inputs)
-        want, wanted_latent = cases.stored(refs.store_rows_ref, kind, inputs)
-        written = inputs[4] >= 0
+        got, latent, queries = cases.stored(rows_kernels.store_rows, kind, inputs, heads=20)
+        want, wanted_latent, wanted = cases.stored(refs.store_rows_ref, kind, inputs, heads=20)
+        assert float((queries != wanted).float().mean()) < 2e-3
         if exact:
-            assert torch.equal(got, want)
-            assert torch.equal(latent[written], wanted_latent[written])
+            assert float((got != want).float().mean()) < 1e-4
+            assert torch.equal(latent, wanted_latent)
         else:
             assert float((got != want).float().mean()) < 2e-3
-            assert cases.relative(latent[written], wanted_latent[written]) < 1e-3
+            assert cases.relative(latent, wanted_latent) < 1e-3
     inputs[2] = inputs[2].flip(1).contiguous()
     assert not torch.equal(cases.stored(rows_kernels.store_rows, kind, inputs)[0], want)
 
@@ -261,7 +261,7 @@ def test_offsets_beyond_two_to_the_31_reach_the_last_rows():
     for t, n in enumerate(visible.tolist()):
         assert torch.equal(got[t, :n], want[t, :n])
     x, weight, turn, pool, rows = cases.store_inputs("index_key", 9, 128, DEVICE, turning=64)
-    near, _ = cases.stored(rows_kernels.store_rows, "index_key", [x, weight, turn, pool, rows])
+    near, *_ = cases.stored(rows_kernels.store_rows, "index_key", [x, weight, turn, pool, rows])
     far[-len(pool) :] = pool
     moved = torch.where(rows < 0, -1, rows + len(far) - len(pool))
     rows_kernels.store_rows("index_key", x, weight, turn, far, moved, cases.EPS)

@@ -218,19 +218,14 @@ def test_chain_from_scores_to_pool_rows_equals_reference():
 @pytest.mark.parametrize("kind", KINDS)
 def test_stored_rows_equal_reference(kind):
     exact = cases.store_inputs(kind, 7, 64, DEVICE, exact=True)
-    for got, want in zip(
-        cases.stored(rows_kernels.store_rows, kind, exact),
-        cases.stored(refs.store_rows_ref, kind, exact),
-        strict=True,
+    got = cases.stored(rows_kernels.store_rows, kind, exact, heads=3)
+    for mine, theirs in zip(
+        got, cases.stored(refs.store_rows_ref, kind, exact, heads=3), strict=True
     ):
-        if got.dtype is torch.uint8:
-            assert torch.equal(got, want)
-        else:
-            written = exact[4] >= 0
-            assert torch.equal(got[written], want[written])
+        assert torch.equal(mine, theirs)
     inputs = cases.store_inputs(kind, 12, 128, DEVICE)
-    got, _ = cases.stored(rows_kernels.store_rows, kind, inputs)
-    want, _ = cases.stored(refs.store_rows_ref, kind, inputs)
+    got = cases.stored(rows_kernels.store_rows, kind, inputs)[0]
+    want = cases.stored(refs.store_rows_ref, kind, inputs)[0]
     # The norm's sum in another order may carry a value over a boundary, rarely.
     assert float((got != want).float().mean()) < 2e-3
 
@@ -239,7 +234,7 @@ def test_stored_rows_equal_reference(kind):
 @pytest.mark.parametrize("broken", ["weight", "rotation", "rows"])
 def test_stored_rows_comparison_notices_a_mistake(kind, broken):
     inputs = cases.store_inputs(kind, 7, 64, DEVICE, exact=True)
-    want, _ = cases.stored(refs.store_rows_ref, kind, inputs)
+    want, *_ = cases.stored(refs.store_rows_ref, kind, inputs)
     x, weight, turn, pool, rows = inputs
     if broken == "weight":
         weight = torch.ones_like(weight)
@@ -248,7 +243,7 @@ def test_stored_rows_comparison_notices_a_mistake(kind, broken):
     else:
         rows = rows.clone()
         rows[1] = next(r for r in range(12) if r not in rows.tolist())
-    got, _ = cases.stored(rows_kernels.store_rows, kind, [x, weight, turn, pool, rows])
+    got, *_ = cases.stored(rows_kernels.store_rows, kind, [x, weight, turn, pool, rows])
     assert not torch.equal(got, want)
 
 
