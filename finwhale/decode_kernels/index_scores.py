@@ -50,9 +50,10 @@ BENCHED = tuple(
 @triton.jit
 def _scores_kernel(
     q_ptr, weights_ptr, keys_ptr, tables_ptr, visible_ptr, blocks_ptr, scores_ptr, best_ptr,
-    M, NB, P, EPB,
+    M, NB, P,
     HI: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, KEYS: tl.constexpr,
-    BLOCK: tl.constexpr, POOL: tl.constexpr, BEST: tl.constexpr, FAST: tl.constexpr,
+    EPB: tl.constexpr, BLOCK: tl.constexpr, POOL: tl.constexpr, BEST: tl.constexpr,
+    FAST: tl.constexpr,
 ):  # fmt: skip
     ROW: tl.constexpr = HALF + HALF // 16
     t = tl.program_id(1).to(tl.int64)
@@ -146,9 +147,9 @@ def index_scores(
     _scores_kernel[(programs, tokens)](
         q.contiguous().view(torch.int32), weights.contiguous(), keys, tables, visible,
         pool_blocks if is_pool else tables, scores, best,
-        num_columns, tables.shape[1], pool_blocks.shape[1] if is_pool else 0, entries_per_block,
+        num_columns, tables.shape[1], pool_blocks.shape[1] if is_pool else 0,
         HI=heads, HEADS=max(16, triton.next_power_of_2(heads)), HALF=dim // 2, KEYS=launch.keys,
-        BLOCK=pool_block_size, POOL=is_pool, BEST=want_best,
+        EPB=entries_per_block, BLOCK=pool_block_size, POOL=is_pool, BEST=want_best,
         FAST=not is_interpreted(_scores_kernel),
         num_warps=launch.num_warps, num_stages=launch.num_stages,
     )  # fmt: skip

@@ -178,8 +178,8 @@ def select_topk_rows(
 
 @triton.jit
 def _pool_rows_kernel(
-    chosen_ptr, tables_ptr, blocks_ptr, out_ptr, K, NB, P, EPB,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, POOL: tl.constexpr,
+    chosen_ptr, tables_ptr, blocks_ptr, out_ptr, K, NB, P,
+    EPB: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, POOL: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0).to(tl.int64)
     slot = tl.arange(0, WIDTH)
@@ -207,7 +207,7 @@ def pool_rows(
         is_pool = pool_blocks is not None
         _pool_rows_kernel[(chosen.shape[0],)](
             chosen, tables, pool_blocks if is_pool else tables, out, chosen.shape[1],
-            tables.shape[1], pool_blocks.shape[1] if is_pool else 0, entries_per_block,
+            tables.shape[1], pool_blocks.shape[1] if is_pool else 0, EPB=entries_per_block,
             WIDTH=triton.next_power_of_2(chosen.shape[1]), BLOCK=pool_block_size, POOL=is_pool,
         )  # fmt: skip
     return out
