@@ -43,9 +43,9 @@ def selected(scores, lengths, k, stretch=64):
     ("tokens", "heads", "dim", "width", "k", "turning", "splits", "shares"),
     [
         (1, 1, 64, 1, 1, None, 3, 1),
-        (3, 5, 64, 21, 33, 16, 1, 2),
-        (3, 5, 64, 21, 33, None, 3, 1),
-        (2, 20, 128, 63, 65, 64, 3, 2),
+        (3, 5, 64, 9, 20, 16, 1, 2),
+        (3, 5, 64, 9, 20, None, 3, 1),
+        (2, 20, 128, 17, 31, 64, 3, 2),
         (1, 3, 64, 8, 0, 16, 1, 1),
     ],
 )
@@ -58,7 +58,7 @@ def test_gathered_attention_equals_reference(tokens, heads, dim, width, k, turni
 
 
 def test_gathered_attention_reference_equals_the_engines():
-    q, ring, window, main, entries, sink, _ = cases.attention_inputs(3, 5, 64, 21, 33, "cpu")
+    q, ring, window, main, entries, sink, _ = cases.attention_inputs(3, 5, 64, 9, 20, "cpu")
     fresh = ring.new_empty(0, ring.shape[1])
     want = paged_reads.paged_attention_ref(q.float(), fresh, ring, window, main, entries, sink)
     got = refs.gather_attention_ref(q, ring, window, main, entries, sink)
@@ -66,14 +66,14 @@ def test_gathered_attention_reference_equals_the_engines():
 
 
 def test_gathered_attention_without_entries_reads_the_window_alone():
-    inputs = cases.attention_inputs(3, 5, 64, 21, 7, DEVICE)
+    inputs = cases.attention_inputs(3, 5, 64, 9, 7, DEVICE)
     inputs[3] = None
     assert cases.relative(attend(inputs), refs.gather_attention_ref(*inputs)) < 5e-3
 
 
 @pytest.mark.parametrize("broken", ["sink", "entry", "window", "rotation", "slot"])
 def test_gathered_attention_comparison_notices_a_mistake(broken):
-    inputs = cases.attention_inputs(3, 5, 64, 21, 33, DEVICE, turning=16)
+    inputs = cases.attention_inputs(3, 5, 64, 9, 20, DEVICE, turning=16)
     inputs[5].fill_(2.0)
     want = refs.gather_attention_ref(*inputs)
     q, ring, window, main, entries, sink, turn = inputs
@@ -86,15 +86,15 @@ def test_gathered_attention_comparison_notices_a_mistake(broken):
     elif broken == "rotation":
         turn = torch.stack((turn[0], -turn[1]))
     else:
-        entries = torch.where(torch.arange(33, device=DEVICE) % 2 == 0, -1, entries)
+        entries = torch.where(torch.arange(20, device=DEVICE) % 2 == 0, -1, entries)
     assert cases.relative(attend([q, ring, window, main, entries, sink, turn]), want) > 1e-2
 
 
 def test_a_query_has_the_same_bits_alone_and_beside_others():
-    inputs = cases.attention_inputs(5, 5, 64, 21, 33, DEVICE, turning=16)
+    inputs = cases.attention_inputs(4, 5, 64, 9, 20, DEVICE, turning=16)
     together = attend(inputs)
     q, ring, window, main, entries, sink, turn = inputs
-    for t in (0, 2, 4):
+    for t in (0, 3):
         one = slice(t, t + 1)
         alone = [q[one], ring, window[one], main, entries[one], sink, turn[:, one].contiguous()]
         assert torch.equal(attend(alone)[0], together[t])
@@ -111,7 +111,7 @@ def test_one_visible_row_comes_back_bit_for_bit():
     ring[:, 512:] = torch.arange(80, 207, dtype=torch.uint8)[:, None]
     sink = torch.full((1,), -torch.inf)
     none = torch.full((1, 1), -1)
-    picks = (0, 9, 126) if DEVICE == "cpu" else range(127)
+    picks = (126,) if DEVICE == "cpu" else range(127)
     for row in picks:
         at = torch.tensor([[row]])
         q = torch.zeros(1, 1, 512).bfloat16()
@@ -126,7 +126,7 @@ def test_one_visible_row_comes_back_bit_for_bit():
 
 
 def test_no_query_gives_an_empty_result():
-    inputs = cases.attention_inputs(3, 5, 64, 21, 33, DEVICE)
+    inputs = cases.attention_inputs(3, 5, 64, 9, 20, DEVICE)
     empty = [inputs[0][:0], inputs[1], inputs[2][:0], inputs[3], inputs[4][:0], inputs[5]]
     assert attention.gather_attention(*empty).shape == (0, 5, 64)
 
@@ -173,7 +173,7 @@ def test_index_scores_comparison_notices_a_mistake(broken):
 
 
 @pytest.mark.parametrize("stretch", [64, 256])
-@pytest.mark.parametrize("num", [1, 63, 65, 300])
+@pytest.mark.parametrize("num", [1, 63, 65, 200])
 def test_selection_equals_sorted_lists(num, stretch):
     scores, lengths = cases.topk_rows(4, num, DEVICE)
     for k in (1, 32):
