@@ -28,7 +28,12 @@ from finwhale.decode_kernels.formats import (
     e4m3_value,
     ue8m0_value,
 )
-from finwhale.decode_kernels.launch import is_interpreted, launch_for
+from finwhale.decode_kernels.launch import (
+    is_interpreted,
+    launch_for,
+    overlap_options,
+    wait_for_earlier,
+)
 
 _LOG2_E = 1.4426950408889634
 
@@ -177,11 +182,13 @@ def _split_kernel(
     out_ptr, sums_ptr, stats_ptr, T, W, K, factor,
     H: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, KEYS: tl.constexpr,
     SHARES: tl.constexpr, R2: tl.constexpr, IS_WHOLE: tl.constexpr, FAST: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Sum HEADS heads of a query over a stretch of slots, for all channels or every SHARES-th part.
 
     With two shares a program reads all channels for its scores and adds up half of them.
     """
+    wait_for_earlier(OVERLAP)
     OWN: tl.constexpr = HALF // SHARES
     split, splits, t = tl.program_id(0), tl.num_programs(0), tl.program_id(2).to(tl.int64)
     share = tl.program_id(1) % SHARES
@@ -252,8 +259,10 @@ def _split_kernel(
 def _combine_kernel(
     sums_ptr, stats_ptr, sink_ptr, rotation_ptr, out_ptr, T, splits,
     H: tl.constexpr, HALF: tl.constexpr, SPLITS: tl.constexpr, R2: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Add the stretches of one head; all are loaded at once, so their latencies overlap."""
+    wait_for_earlier(OVERLAP)
     t = tl.program_id(1).to(tl.int64)
     heads = tl.program_id(0) + tl.arange(0, 1)
     split, channel = tl.arange(0, SPLITS), tl.arange(0, HALF)
@@ -313,6 +322,7 @@ def gather_attention(
     rotation: Tensor | None = None,
     *,
     invariant: bool = False,
+    overlap: bool = False,
     launch: AttentionLaunch | None = None,
 ) -> Tensor:
     """Return [T, H, D] bf16; the contract of `attention_refs.gather_attention_ref`.
@@ -338,6 +348,7 @@ def gather_attention(
     turn = sink if rotation is None else rotation
     words = out.view(torch.int32)
     sizes = {"H": heads, "HALF": dim // 2, "R2": half_turn}
+    sizes |= overlap_options(overlap, q.device)
     tile_heads = min(launch.heads, max(16, triton.next_power_of_2(heads)))
     _split_kernel[(splits, -(-heads // tile_heads) * launch.shares, tokens)](
         q.contiguous().view(torch.int32), ring.view(torch.int16), ring,

@@ -18,7 +18,12 @@ import triton.language as tl
 from torch import Tensor
 
 from finwhale.decode_kernels.formats import PLANE_GROW, bf16_planes, e2m1_planes, ue8m0_value
-from finwhale.decode_kernels.launch import is_interpreted, launch_for
+from finwhale.decode_kernels.launch import (
+    is_interpreted,
+    launch_for,
+    overlap_options,
+    wait_for_earlier,
+)
 
 
 class IndexScoresUnsupportedError(ValueError):
@@ -53,8 +58,9 @@ def _scores_kernel(
     M, NB, P,
     HI: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, KEYS: tl.constexpr,
     EPB: tl.constexpr, BLOCK: tl.constexpr, POOL: tl.constexpr, BEST: tl.constexpr,
-    FAST: tl.constexpr,
+    FAST: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    wait_for_earlier(OVERLAP)
     ROW: tl.constexpr = HALF + HALF // 16
     t = tl.program_id(1).to(tl.int64)
     head, channel = tl.arange(0, HEADS), tl.arange(0, HALF)
@@ -125,6 +131,7 @@ def index_scores(
     pool_block_size: int = 8,
     *,
     want_best: bool = True,
+    overlap: bool = False,
     launch: ScoresLaunch | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return scores [T, M] and block bests; the contract of `attention_refs.index_scores_ref`.
@@ -152,5 +159,6 @@ def index_scores(
         EPB=entries_per_block, BLOCK=pool_block_size, POOL=is_pool, BEST=want_best,
         FAST=not is_interpreted(_scores_kernel),
         num_warps=launch.num_warps, num_stages=launch.num_stages,
+        **overlap_options(overlap, q.device),
     )  # fmt: skip
     return scores, best

@@ -18,7 +18,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from finwhale.decode_kernels.launch import is_interpreted, launch_for
+from finwhale.decode_kernels.launch import (
+    is_interpreted,
+    launch_for,
+    overlap_options,
+    wait_for_earlier,
+)
 
 
 class SelectTopkUnsupportedError(ValueError):
@@ -66,9 +71,10 @@ def _level_length(length, K, LEVEL: tl.constexpr, STRETCH: tl.constexpr):
 def _stretch_kernel(
     scores_ptr, index_ptr, lengths_ptr, out_scores_ptr, out_index_ptr, N, capacity, K,
     STRETCH: tl.constexpr, SLOTS: tl.constexpr, LEVEL: tl.constexpr, FINAL: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    ALIGNED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Write the K best of a stretch in order of position, then empty slots."""
+    wait_for_earlier(OVERLAP)
     chunk, t = tl.program_id(0), tl.program_id(1).to(tl.int64)
     length = tl.minimum(tl.load(lengths_ptr + t), capacity).to(tl.int32)
     length = _level_length(tl.maximum(length, 0), K, LEVEL, STRETCH)
@@ -144,7 +150,12 @@ def select_launch(capacity: int, k: int, device: torch.device) -> SelectLaunch:
 
 
 def select_topk_rows(
-    scores: Tensor, lengths: Tensor, k: int, *, launch: SelectLaunch | None = None
+    scores: Tensor,
+    lengths: Tensor,
+    k: int,
+    *,
+    overlap: bool = False,
+    launch: SelectLaunch | None = None,
 ) -> Tensor:
     """Return [T, k] int64; the contract of `attention_refs.select_topk_rows_ref`."""
     reason = select_topk_rows_unsupported(scores, k)
@@ -160,6 +171,7 @@ def select_topk_rows(
     scores = scores.contiguous()
     index, width, level = out, capacity, 0
     sizes = {"STRETCH": stretch, "SLOTS": triton.next_power_of_2(k), "num_warps": launch.num_warps}
+    sizes |= overlap_options(overlap, scores.device)
     while width > stretch:
         chunks = -(-width // stretch)
         kept = torch.empty(tokens, chunks * k, dtype=torch.float32, device=scores.device)
@@ -180,7 +192,9 @@ def select_topk_rows(
 def _pool_rows_kernel(
     chosen_ptr, tables_ptr, blocks_ptr, out_ptr, K, NB, P,
     EPB: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, POOL: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    wait_for_earlier(OVERLAP)
     t = tl.program_id(0).to(tl.int64)
     slot = tl.arange(0, WIDTH)
     chosen = tl.load(chosen_ptr + t * K + slot, mask=slot < K, other=-1)
@@ -200,6 +214,8 @@ def pool_rows(
     entries_per_block: int,
     pool_blocks: Tensor | None = None,
     pool_block_size: int = 8,
+    *,
+    overlap: bool = False,
 ) -> Tensor:
     """Return [T, K] int64; the contract of `attention_refs.pool_rows_ref`."""
     out = torch.empty_like(chosen)
@@ -209,5 +225,6 @@ def pool_rows(
             chosen, tables, pool_blocks if is_pool else tables, out, chosen.shape[1],
             tables.shape[1], pool_blocks.shape[1] if is_pool else 0, EPB=entries_per_block,
             WIDTH=triton.next_power_of_2(chosen.shape[1]), BLOCK=pool_block_size, POOL=is_pool,
+            **overlap_options(overlap, chosen.device),
         )  # fmt: skip
     return out

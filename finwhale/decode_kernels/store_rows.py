@@ -27,7 +27,7 @@ from finwhale.decode_kernels.formats import (
     e4m3_value,
     ue8m0_value,
 )
-from finwhale.decode_kernels.launch import is_interpreted
+from finwhale.decode_kernels.launch import is_interpreted, overlap_options, wait_for_earlier
 
 _FORMATS = {"window": 0, "entry": 1, "index_key": 2}
 _GROUPS = {"window": 32, "entry": 16, "index_key": 32}
@@ -105,8 +105,10 @@ def _store_kernel(
     x_ptr, weight_ptr, rotation_ptr, pool_ptr, rows_ptr, latent_ptr, finite_ptr, q_ptr, T, eps,
     HALF: tl.constexpr, R2: tl.constexpr, FORMAT: tl.constexpr, PAIRS: tl.constexpr,
     HAS_LATENT: tl.constexpr, HAS_FINITE: tl.constexpr, H: tl.constexpr, HEADS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Write one row; programs beyond the first of a token turn HEADS of its query's heads each."""
+    wait_for_earlier(OVERLAP)
     GROUPS: tl.constexpr = HALF // PAIRS
     t = tl.program_id(0).to(tl.int64)
     row = tl.load(rows_ptr + t)
@@ -151,8 +153,9 @@ def _store_kernel(
 def _queries_kernel(
     q_ptr, rotation_ptr, T,
     H: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, R2: tl.constexpr,
-    ROUNDED: tl.constexpr,
+    ROUNDED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    wait_for_earlier(OVERLAP)
     t = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) * HEADS
     _turn_heads(q_ptr, rotation_ptr, t, T, first, H, HEADS, HALF, R2, ROUNDED)
@@ -160,8 +163,10 @@ def _queries_kernel(
 
 @triton.jit
 def _close_kernel(
-    content_ptr, gate_ptr, open_ptr, slots_ptr, closes_ptr, out_ptr, HALF: tl.constexpr
-):
+    content_ptr, gate_ptr, open_ptr, slots_ptr, closes_ptr, out_ptr, HALF: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    wait_for_earlier(OVERLAP)
     t = tl.program_id(0).to(tl.int64)
     pair = tl.arange(0, HALF)
     own = t * 2 * HALF + 2 * pair
@@ -215,6 +220,7 @@ def store_rows(
     queries: Tensor | None = None,
     *,
     finite: Tensor | None = None,
+    overlap: bool = False,
 ) -> None:
     """Write packed rows in place; the contract of `attention_refs.store_rows_ref`.
 
@@ -236,7 +242,7 @@ def store_rows(
         x if queries is None else queries.view(torch.int32), tokens, eps,
         HALF=dim // 2, R2=rotation.shape[-1], FORMAT=_FORMATS[kind], PAIRS=_GROUPS[kind] // 2,
         HAS_LATENT=latent is not None, HAS_FINITE=finite is not None, H=heads,
-        HEADS=_TURNED_HEADS, num_warps=2,
+        HEADS=_TURNED_HEADS, num_warps=2, **overlap_options(overlap, x.device),
     )  # fmt: skip
 
 
@@ -246,7 +252,7 @@ def _turnable(q: Tensor) -> Tensor:
     return q
 
 
-def rotate_queries(q: Tensor, rotation: Tensor, rounded: bool) -> None:
+def rotate_queries(q: Tensor, rotation: Tensor, rounded: bool, *, overlap: bool = False) -> None:
     """Turn (and round) queries in place; the contract of `attention_refs.rotate_queries_ref`."""
     tokens, heads, dim = _turnable(q).shape
     if not q.numel():
@@ -255,11 +261,18 @@ def rotate_queries(q: Tensor, rotation: Tensor, rounded: bool) -> None:
     _queries_kernel[(-(-heads // block), tokens)](
         q.view(torch.int32), rotation, tokens,
         H=heads, HEADS=block, HALF=dim // 2, R2=rotation.shape[-1], ROUNDED=rounded, num_warps=2,
+        **overlap_options(overlap, q.device),
     )  # fmt: skip
 
 
 def close_groups(
-    content: Tensor, gate: Tensor, open_rows: Tensor, slots: Tensor, closes: Tensor
+    content: Tensor,
+    gate: Tensor,
+    open_rows: Tensor,
+    slots: Tensor,
+    closes: Tensor,
+    *,
+    overlap: bool = False,
 ) -> Tensor:
     """Return pooled pairs [T, D] bf16; the contract of `attention_refs.close_groups_ref`."""
     tokens, dim = content.shape
@@ -271,5 +284,6 @@ def close_groups(
         _close_kernel[(tokens,)](
             content.contiguous(), gate.contiguous(), open_rows, slots, closes.view(torch.int8),
             out.view(torch.int32), HALF=dim // 2, num_warps=2,
+            **overlap_options(overlap, content.device),
         )  # fmt: skip
     return out

@@ -201,20 +201,23 @@ def test_closed_groups_equal_reference():
     assert cases.relative(cases.closed(rows_kernels.close_groups, inputs)[0], want) > 0.1
 
 
-def test_a_graph_of_all_kernels_follows_its_inputs():
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_graph_of_all_kernels_follows_its_inputs(overlap):
     inputs = cases.index_inputs(5, 32, 128, 40_000, DEVICE, per_block=64)
     held = cases.attention_inputs(5, 64, 512, 128, 512, DEVICE, rows=40_064 * 5, turning=64)
     x, weight, turn, pool, rows = cases.store_inputs("window", 5, 512, DEVICE, turning=64)
+    lengths, everything = (inputs[4] + 7) // 8, torch.full_like(inputs[4], 16384)
 
-    def step():
-        rows_kernels.store_rows("window", x, weight, turn, pool, rows, cases.EPS)
-        _, best = scoring.index_scores(*inputs)
-        blocks = selection.select_topk_rows(best, (inputs[4] + 7) // 8, 2048)
-        pooled, _ = scoring.index_scores(*inputs[:6], 16384, blocks)
-        lengths = torch.full_like(inputs[4], 16384)
-        chosen = selection.select_topk_rows(pooled, lengths, 512)
-        entries = selection.pool_rows(chosen, inputs[3], 64, blocks)
-        return attention.gather_attention(*held[:4], entries, *held[5:]), entries, pool.clone()
+    def step(overlap=overlap):
+        more = {"overlap": overlap}
+        rows_kernels.store_rows("window", x, weight, turn, pool, rows, cases.EPS, **more)
+        _, best = scoring.index_scores(*inputs, **more)
+        blocks = selection.select_topk_rows(best, lengths, 2048, **more)
+        pooled, _ = scoring.index_scores(*inputs[:6], 16384, blocks, **more)
+        chosen = selection.select_topk_rows(pooled, everything, 512, **more)
+        entries = selection.pool_rows(chosen, inputs[3], 64, blocks, **more)
+        out = attention.gather_attention(*held[:4], entries, *held[5:], **more)
+        return out, entries, pool.clone()
 
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -227,11 +230,12 @@ def test_a_graph_of_all_kernels_follows_its_inputs():
     fresh = cases.index_inputs(5, 32, 128, 40_000, DEVICE, per_block=64, seed=7)
     for old, new in zip(inputs[:5], fresh[:5], strict=True):
         old.copy_(new)
+    lengths.copy_((inputs[4] + 7) // 8)
     held[0].mul_(-0.5)
     x.mul_(2.0)
     graph.replay()
     replayed = [y.clone() for y in captured]
-    for mine, again in zip(replayed, step(), strict=True):
+    for mine, again in zip(replayed, step(overlap=False), strict=True):
         assert torch.equal(mine, again)
     assert (replayed[1] >= 0).any()
 
