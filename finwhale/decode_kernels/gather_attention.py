@@ -63,7 +63,7 @@ _LAUNCHES = {
         256: AttentionLaunch(heads=64, keys=32, splits=1, num_warps=4, shares=2),
         64: AttentionLaunch(heads=64, keys=32, splits=2, num_warps=4, shares=2),
         8: AttentionLaunch(heads=64, keys=32, splits=10, num_warps=4, shares=2),
-        1: AttentionLaunch(heads=64, keys=32, splits=20, num_warps=4, shares=2),
+        1: AttentionLaunch(heads=16, keys=32, splits=20, num_warps=8),
     },
 }
 _INVARIANT = {"any": AttentionLaunch(heads=64, keys=32, splits=5, num_warps=4, shares=2)}
@@ -74,9 +74,8 @@ BENCHED = tuple(
         heads=heads, keys=keys, splits=splits, num_warps=warps, num_stages=stages, shares=shares
     )
     for heads, keys, warps, stages, shares in (
-        (16, 16, 4, 1, 1), (16, 32, 4, 2, 1), (16, 32, 8, 2, 1), (16, 32, 4, 2, 2),
-        (32, 32, 4, 2, 1), (32, 32, 8, 2, 1), (32, 32, 4, 2, 2), (64, 32, 8, 2, 1),
-        (64, 64, 8, 2, 1), (64, 16, 4, 1, 2), (64, 32, 4, 1, 2), (64, 32, 4, 2, 2),
+        (16, 32, 8, 2, 1), (16, 32, 8, 3, 1), (64, 32, 4, 2, 2), (64, 32, 4, 3, 2),
+        (64, 16, 4, 3, 2),
     )
     for splits in (1, 5)
 )  # fmt: skip

@@ -32,19 +32,33 @@ class SelectTopkUnsupportedError(ValueError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SelectLaunch:
-    """Scores of one stretch, and the warps that hold them."""
+    """Scores of one stretch, the warps that hold them, and registers of a thread (0: any)."""
 
     stretch: int
     num_warps: int
+    max_registers: int = 0
+
+    def options(self) -> dict[str, int]:
+        """Return what the kernel is compiled with."""
+        limit = {"maxnreg": self.max_registers} if self.max_registers else {}
+        return {"STRETCH": self.stretch, "num_warps": self.num_warps, **limit}
 
 
-# The longest stretch; a row of fewer scores gets one of its own length.
-_LAUNCHES = {"any": SelectLaunch(stretch=16384, num_warps=16)}
+# The longest stretch by k; a row of fewer scores gets one of its own length.
+_LAUNCHES = {
+    "any": {
+        0: SelectLaunch(stretch=4096, num_warps=4),
+        513: SelectLaunch(stretch=8192, num_warps=8),
+    }
+}
 # What `bench/gpu_decode_attention.py` times, and the compiled tests run.
 BENCHED = tuple(
-    SelectLaunch(stretch=stretch, num_warps=warps)
-    for stretch, warps in ((4096, 4), (4096, 8), (8192, 8), (8192, 16), (16384, 16), (32768, 32))
-)
+    SelectLaunch(stretch=stretch, num_warps=warps, max_registers=registers)
+    for stretch, warps, registers in (
+        (4096, 4, 0), (4096, 4, 128), (4096, 8, 0), (4096, 8, 64), (8192, 8, 0), (8192, 8, 128),
+        (16384, 16, 0),
+    )
+)  # fmt: skip
 
 # Ordered as integers: minus infinity, and below it what may not be chosen.
 _MINUS_INFINITY = tl.constexpr(-2139095041)
@@ -142,7 +156,8 @@ def select_topk_rows_unsupported(scores: Tensor, k: int) -> str | None:
 
 def select_launch(capacity: int, k: int, device: torch.device) -> SelectLaunch:
     """Return the launch for rows of `capacity` scores on a device."""
-    longest = launch_for(_LAUNCHES, device)
+    table = launch_for(_LAUNCHES, device)
+    longest = table[max(least for least in table if least <= k)]
     stretch = max(triton.next_power_of_2(capacity), triton.next_power_of_2(2 * k), 1024)
     if stretch >= longest.stretch:
         return longest
@@ -170,7 +185,7 @@ def select_topk_rows(
     assert 2 * k <= stretch <= 1 << 15
     scores = scores.contiguous()
     index, width, level = out, capacity, 0
-    sizes = {"STRETCH": stretch, "SLOTS": triton.next_power_of_2(k), "num_warps": launch.num_warps}
+    sizes = {"SLOTS": triton.next_power_of_2(k), **launch.options()}
     sizes |= overlap_options(overlap, scores.device)
     while width > stretch:
         chunks = -(-width // stretch)
