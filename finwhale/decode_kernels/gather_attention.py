@@ -74,8 +74,7 @@ BENCHED = tuple(
         heads=heads, keys=keys, splits=splits, num_warps=warps, num_stages=stages, shares=shares
     )
     for heads, keys, warps, stages, shares in (
-        (16, 32, 8, 2, 1), (16, 32, 8, 3, 1), (64, 32, 4, 2, 2), (64, 32, 4, 3, 2),
-        (64, 16, 4, 3, 2),
+        (16, 32, 8, 2, 1), (64, 32, 4, 2, 2), (64, 32, 4, 3, 2),
     )
     for splits in (1, 5)
 )  # fmt: skip
