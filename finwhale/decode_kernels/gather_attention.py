@@ -211,11 +211,12 @@ def _split_kernel(
         even, odd = _window_planes(
             ring_ptr, ring_scale_ptr, row, keep, share, HALF, OWN, KEYS, FAST
         )
-        scores = _add_scores(tl.zeros([HEADS, KEYS], tl.float32), q_even, q_odd, even, odd)
         if SHARES == 2:
             more_even, more_odd = _window_planes(
                 ring_ptr, ring_scale_ptr, row, keep, 1 - share, HALF, OWN, KEYS, FAST
             )
+        scores = _add_scores(tl.zeros([HEADS, KEYS], tl.float32), q_even, q_odd, even, odd)
+        if SHARES == 2:
             scores = _add_scores(scores, other_even, other_odd, more_even, more_odd)
         top, total, sum_even, sum_odd = _online_step(
             scores, even, odd, seen, factor, top, total, sum_even, sum_odd, FAST
@@ -227,11 +228,12 @@ def _split_kernel(
         row = tl.where(seen, index, 0).to(tl.int64)[:, None, None]
         keep = seen[:, None, None]
         even, odd = _entry_planes(main_ptr, row, keep, share, HALF, OWN, KEYS, FAST)
-        scores = _add_scores(tl.zeros([HEADS, KEYS], tl.float32), q_even, q_odd, even, odd)
         if SHARES == 2:
             more_even, more_odd = _entry_planes(
                 main_ptr, row, keep, 1 - share, HALF, OWN, KEYS, FAST
             )
+        scores = _add_scores(tl.zeros([HEADS, KEYS], tl.float32), q_even, q_odd, even, odd)
+        if SHARES == 2:
             scores = _add_scores(scores, other_even, other_odd, more_even, more_odd)
         top, total, sum_even, sum_odd = _online_step(
             scores, even, odd, seen, factor, top, total, sum_even, sum_odd, FAST
