@@ -58,6 +58,7 @@ class AttentionLaunch:
 
 
 # From which T on a launch serves, and the one that serves every T alike.
+# Measured on Hopper alone, and served to all.
 _LAUNCHES = {
     "any": {
         256: AttentionLaunch(heads=64, keys=32, splits=1, num_warps=4, shares=2),
