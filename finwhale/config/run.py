@@ -131,6 +131,9 @@ class IndexerConfig:
     explore: int = 0
     phase: float = 0.5
     rows: int = 16
+    # Share of these rows that ask for something: targets of documents that are not targets
+    # throughout, such as the answers of generated tasks. Others are spread evenly.
+    answer_rows: float = 0.0
     weight: float = 1.0
     # Whose attention teaches the indexer that builds the candidate pool, on sampled rows: "own",
     # the layers of its selection; "searchers", the layers that search the pool as well.
@@ -150,6 +153,11 @@ class IndexerConfig:
             _require(getattr(self, name) >= 0, f"indexer.{name}", getattr(self, name), "at least 0")
         idle = self.explore > 0 and self.form not in EXPLORING
         _require(not idle, "indexer.explore", self.explore, f"0 in the form {self.form}")
+        share = self.answer_rows
+        _require(0 <= share <= 1, "indexer.answer_rows", share, "between 0 and 1")
+        idle = share > 0 and self.form not in BY_ROWS
+        want = f"0 in the form {self.form}, which has no sampled rows"
+        _require(not idle, "indexer.answer_rows", share, want)
         _one_of("indexer.pool_teacher", self.pool_teacher, ("own", "searchers"))
         idle = self.pool_teacher != "own" and self.form not in BY_ROWS
         want = f"own in the form {self.form}, which has no sampled rows"

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from finwhale.config import LayerSpec, PoolUse
 from finwhale.config.run import BY_ROWS, EXPLORING, IndexerConfig
+from finwhale.data.packing import NO_TARGET
 from finwhale.ops.index import drawn_fractions
 
 
@@ -111,6 +112,40 @@ def sampled_rows(seed: Tensor, like: Tensor, count: int, first: Tensor | int = 0
     drawn = drawn_fractions(seed, 1 << 20, places, count)  # [B, R]
     edges = torch.arange(count + 1, device=seed.device) * tokens // count
     return edges[:-1] + ((drawn * (edges[1:] - edges[:-1])) >> 24)
+
+
+def answer_positions(targets: Tensor, is_token: Tensor, positions: Tensor) -> Tensor:
+    """Return [B, T] bool: targets of documents that hold tokens which are no targets.
+
+    targets    [B, T] int64, NO_TARGET where nothing is predicted; is_token [B, T] bool
+    positions  [B, T] int64 of each token in its document
+
+    Text is a target throughout and has none; a generated task and a conversation have some.
+    """
+    has_target = targets != NO_TARGET
+    document = (positions == 0).cumsum(-1) - 1
+    silent = torch.zeros_like(document).scatter_add_(-1, document, (is_token & ~has_target).long())
+    return has_target & (silent.gather(-1, document) > 0)
+
+
+def answer_rows(seed: Tensor, is_answer: Tensor, count: int, first: Tensor | int = 0) -> Tensor:
+    """Return `count` answer positions of each packed row, [B, count] int64, spread evenly.
+
+    is_answer  [B, T] bool; a row without any gives what `sampled_rows` would
+    first      as in `sampled_rows`
+    """
+    plain = sampled_rows(seed, is_answer, count, first)
+    batch, count = plain.shape
+    if not count:
+        return plain
+    places = torch.arange(batch, device=seed.device) + first
+    drawn = drawn_fractions(seed, 1 << 21, places, count)  # [B, R] of 2^24
+    ranks = is_answer.long().cumsum(-1)
+    total = ranks[:, -1:]
+    steps = torch.arange(count, device=seed.device)
+    wanted = ((steps << 24) + drawn) * total // (count << 24)  # of 0 .. total - 1
+    found = torch.searchsorted(ranks, wanted + 1)
+    return torch.where(total > 0, found, plain)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -25,7 +25,13 @@ from finwhale.model.selection_plan import SelectionPlan
 from finwhale.optim.optimizers import Optimizers
 from finwhale.train.balance import ExpertBalance
 from finwhale.train.captured import Captured
-from finwhale.train.index_objective import IndexObjective, IndexSchedule, sampled_rows
+from finwhale.train.index_objective import (
+    IndexObjective,
+    IndexSchedule,
+    answer_positions,
+    answer_rows,
+    sampled_rows,
+)
 from finwhale.train.loss import Batch, loss_sum
 from finwhale.train.stored_weights import StoredWeights
 
@@ -216,7 +222,12 @@ class TrainStep:
         # Padding teaches nothing; a token without a target attends and is routed like any other.
         live = batch.is_token
         count = run.indexer.rows if index.learns_rows else 0
-        rows = sampled_rows(inputs.seed, batch.ids, count, inputs.first_row)
+        asking = round(run.indexer.answer_rows * count)
+        rows = sampled_rows(inputs.seed, batch.ids, count - asking, inputs.first_row)
+        if asking:
+            is_answer = answer_positions(batch.targets, live, batch.packing.positions)
+            chosen = answer_rows(inputs.seed, is_answer, asking, inputs.first_row)
+            rows = torch.cat((rows, chosen), dim=1)
         observer = None
         if index.learns:
             observer = IndexObjective(

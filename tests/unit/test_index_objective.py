@@ -9,12 +9,15 @@ import pytest
 import torch
 
 from finwhale.config.run import INDEXER_FORMS, IndexerConfig
+from finwhale.data.packing import NO_TARGET as N
 from finwhale.ops.attention import sparse_attention_with_mass_ref
 from finwhale.train.index_objective import (
     IndexObjective,
     IndexSchedule,
     _Group,
     annealed_topk,
+    answer_positions,
+    answer_rows,
     full_row_mass,
     row_divergence,
     sampled_rows,
@@ -195,6 +198,40 @@ def test_sampled_rows_take_one_row_of_each_stretch(tokens, count):
         assert torch.equal(rows, sampled_rows(torch.tensor(seed), torch.zeros(3, tokens), count))
         seen |= {x for row in rows.tolist() for x in row}
     assert seen == set(range(tokens))
+
+
+def test_answers_are_targets_of_documents_with_other_tokens():
+    """By hand: a text of 3, a task of 4 that answers twice, a task without an answer, padding."""
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 0, 1, 0]])
+    targets = torch.tensor([[5, 6, 7, N, 8, N, 9, N, N, N]])
+    is_token = torch.tensor([[True] * 9 + [False]])
+    found = answer_positions(targets, is_token, positions)
+    assert found.nonzero()[:, 1].tolist() == [4, 6]
+    # Padding behind a text does not make it a task.
+    text = answer_positions(targets[:, :3], is_token[:, :3], positions[:, :3])
+    assert not text.any()
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+def test_answer_rows_are_answers_and_cover_them(count):
+    is_answer = torch.zeros(3, 40, dtype=torch.bool)
+    is_answer[0, [3, 4, 17, 29, 39]] = True
+    is_answer[1, 11] = True
+    seen = set()
+    for seed in range(40):
+        rows = answer_rows(torch.tensor(seed), is_answer, count)
+        assert rows.shape == (3, count)
+        assert is_answer[:2].gather(1, rows[:2]).all()
+        # Of five answers eight draws take each, in order.
+        assert count < 5 or len(set(rows[0].tolist())) == 5
+        assert rows[0].tolist() == sorted(rows[0].tolist())
+        # A row that asks nothing gives what it would anyway.
+        assert torch.equal(rows[2], sampled_rows(torch.tensor(seed), is_answer, count)[2])
+        # A part draws what the whole would.
+        part = answer_rows(torch.tensor(seed), is_answer[1:], count, first=1)
+        assert torch.equal(part, rows[1:])
+        seen |= set(rows[0].tolist())
+    assert seen == {3, 4, 17, 29, 39}
 
 
 def watched(scores, mass, live=None) -> IndexObjective:

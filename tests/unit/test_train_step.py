@@ -281,7 +281,7 @@ def test_pool_teacher_works_in_the_deployed_formats():
     """Only the builder's loss depends on it, and it falls."""
     found = {}
     for teacher in ("own", "searchers"):
-        indexer = IndexerConfig(form="combined", rows=20, pool_teacher=teacher)
+        indexer = IndexerConfig(form="combined", rows=20, pool_teacher=teacher, answer_rows=0.5)
         formats = QuantizationConfig(start=0.0, replay=0.5)
         training = training_of(run_of(indexer=indexer, quantization=formats))
         losses = []
