@@ -1,0 +1,385 @@
+"""The attention side of a decode step, kernel by kernel, beside its floors and its peers.
+
+    python bench/gpu_decode_attention.py --out FILE.jsonl [--limit-s 400] [--parts attention scores]
+Needs a GPU. A time is that of one call among many in a CUDA graph, each on inputs of its own so
+that together they are larger than the L2 cache: the median of replays, with least and largest.
+Floors: the bytes that must move at the copy bandwidth measured here, the products at the bf16 rate
+measured here. Every part prints all launches it tried, then the best. What fails says why and the
+rest goes on; after --limit-s nothing new starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import torch
+from record import provenance
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from finwhale.decode_kernels import gather_attention as attention
+from finwhale.decode_kernels import index_scores as scoring
+from finwhale.decode_kernels import select_topk as selection
+from finwhale.decode_kernels import store_rows as rows_kernels
+from finwhale.ops.rope import rope_frequencies, rope_rotation
+
+HEADS, DIM, WINDOW, TOPK, INDEX_HEADS, INDEX_DIM = 64, 512, 128, 512, 32, 128
+ROTATED_BYTES = 160 << 20  # inputs of one graph together; the L2 of an H200 is 60 MB
+DEVICE = "cuda"
+
+
+class Bench:
+    def __init__(self, out: Path | None, limit_s: float):
+        self.out, self.start, self.limit_s = out, time.monotonic(), limit_s
+        self.copy_gbs = self.bf16_tflops = 0.0
+
+    def say(self, **line) -> None:
+        text = json.dumps(line)
+        print(text, flush=True)
+        if self.out is not None:
+            with self.out.open("a", encoding="utf-8") as file:
+                file.write(text + "\n")
+
+    @property
+    def is_late(self) -> bool:
+        return time.monotonic() - self.start > self.limit_s
+
+    def microseconds(self, calls, replays: int = 9) -> tuple[float, float, float]:
+        """Return median, least and largest time of one of `calls`, run as one CUDA graph."""
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            calls[0]()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for call in calls:
+                call()
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        times = []
+        for n in range(replays + 2):
+            events[0].record()
+            graph.replay()
+            events[1].record()
+            events[1].synchronize()
+            if n > 1:
+                times.append(events[0].elapsed_time(events[1]) * 1e3 / len(calls))
+        return statistics.median(times), min(times), max(times)
+
+    def compare(self, name: str, shape: dict, forms: dict, num_bytes: float, flops: float = 0.0):
+        """Time forms (name -> list of calls), print each, and the best of ours with its floor."""
+        floor = max(num_bytes / self.copy_gbs / 1e3, flops / self.bf16_tflops / 1e6)
+        best = None
+        for form, make in forms.items():
+            if self.is_late:
+                self.say(kernel=name, **shape, form=form, skipped="time limit")
+                continue
+            try:
+                median, least, largest = self.microseconds(make())
+            except Exception as error:
+                reason = f"{type(error).__name__}: {error}"[:300]
+                self.say(kernel=name, **shape, form=form, failed=reason)
+                torch.cuda.synchronize()
+                continue
+            self.say(
+                kernel=name, **shape, form=form, us=round(median, 2),
+                spread=[round(least, 2), round(largest, 2)], floor_us=round(floor, 2),
+                ratio=round(median / floor, 2) if floor else None,
+                gbs=round(num_bytes / median / 1e3, 1),
+                percent_of_copy=round(num_bytes / median / 1e1 / self.copy_gbs, 1),
+                tflops=round(flops / median / 1e6, 1),
+            )  # fmt: skip
+            if not form.startswith("peer") and (best is None or median < best[1]):
+                best = form, median
+        if best is not None:
+            self.say(best=name, **shape, form=best[0], us=round(best[1], 2))
+
+
+def ceilings(bench: Bench) -> None:
+    source = torch.empty(1 << 31, dtype=torch.uint8, device=DEVICE).random_()
+    target = torch.empty_like(source)
+    median, least, largest = bench.microseconds([lambda: target.copy_(source)] * 4)
+    bench.copy_gbs = 2 * source.numel() / median / 1e3
+    a, b = (torch.randn(8192, 8192, device=DEVICE).bfloat16() for _ in range(2))
+    product, *around = bench.microseconds([lambda: a @ b] * 4)
+    bench.bf16_tflops = 2 * 8192**3 / product / 1e6
+    bench.say(
+        copy_gbs=round(bench.copy_gbs), copy_us=[round(x) for x in (median, least, largest)],
+        bf16_tflops=round(bench.bf16_tflops), matmul_us=[round(x) for x in (product, *around)],
+    )  # fmt: skip
+    small = torch.zeros(16, device=DEVICE)
+    bench.say(empty_launch_us=bench.microseconds([lambda: small.add_(1)] * 64)[0])
+
+
+def random_rows(count: int, width: int, codes: int, scale: tuple[int, int]):
+    """Return packed rows with sensible scales: no NaN, values near 1."""
+    rows = torch.randint(0, 256, (count, width), dtype=torch.uint8, device=DEVICE)
+    if codes == DIM:  # E4M3: keep clear of NaN
+        rows[:, :codes] &= 0xBF
+    rows[:, codes:] = torch.randint(
+        *scale, (count, width - codes), dtype=torch.uint8, device=DEVICE
+    )
+    return rows
+
+
+def attention_part(bench: Bench, everything: bool) -> None:
+    main = random_rows(1 << 20, 288, 256, (40, 56))
+    ring = random_rows(1 << 18, 528, 512, (118, 123))
+    sink = torch.zeros(HEADS, device=DEVICE)
+    for tokens in (1, 8, 64, 256):
+        calls = min(64, max(4, ROTATED_BYTES // (tokens * 215_000)))
+        sets = []
+        for _ in range(calls):
+            q = torch.randn(tokens, HEADS, DIM, device=DEVICE).bfloat16()
+            window = torch.randint(0, len(ring), (tokens, WINDOW), device=DEVICE)
+            entries = torch.randint(0, len(main), (tokens, TOPK), device=DEVICE).sort().values
+            turn = rope_rotation(
+                torch.arange(tokens, device=DEVICE), rope_frequencies(1e4, 64, None).to(DEVICE)
+            )
+            sets.append((q, ring, window, main, entries, sink, turn))
+
+        def ours(launch=None, invariant=False, sets=sets):
+            return [
+                lambda s=s: attention.gather_attention(*s, launch=launch, invariant=invariant)
+                for s in sets
+            ]
+
+        forms = {"chosen": ours, "invariant": lambda ours=ours: ours(invariant=True)}
+        tried = {1: (5, 10, 20), 8: (2, 5, 10), 64: (1, 2, 3), 256: (1, 2)}[tokens]
+        if everything:
+            for one in {
+                (x.heads, x.keys, x.num_warps, x.num_stages): x for x in attention.BENCHED
+            }.values():
+                for splits in tried:
+                    launch = attention.AttentionLaunch(
+                        heads=one.heads, keys=one.keys, splits=splits, num_warps=one.num_warps,
+                        num_stages=one.num_stages,
+                    )  # fmt: skip
+                    form = (
+                        f"h{one.heads} k{one.keys} w{one.num_warps} s{one.num_stages} split{splits}"
+                    )
+                    forms[form] = lambda launch=launch, ours=ours: ours(launch)
+        forms["peer flash_mla legacy, 584-byte FP8 rows"] = lambda t=tokens, n=calls: flash_mla(
+            t, n
+        )
+        forms["peer torch: gather bf16 rows, two products"] = lambda t=tokens, n=calls: gathered(
+            t, n
+        )
+        rows = TOPK * 288 + WINDOW * 528
+        traffic = tokens * (rows + 4 * HEADS * DIM)
+        flops = 4.0 * tokens * HEADS * DIM * (TOPK + WINDOW)
+        bench.compare("gather_attention", {"T": tokens}, forms, traffic, flops)
+
+
+def flash_mla(tokens: int, calls: int):
+    import flash_mla
+
+    blocks = 1 << 13
+    cache = torch.randint(0, 60, (blocks, 64, 1, 584), dtype=torch.uint8, device=DEVICE)
+    sink = torch.zeros(HEADS, device=DEVICE)
+    out = []
+    for _ in range(calls):
+        q = torch.randn(tokens, 1, HEADS, DIM, device=DEVICE).bfloat16()
+        index = torch.randint(0, blocks * 64, (tokens, 1, TOPK + WINDOW), device=DEVICE).int()
+        schedule, _ = flash_mla.get_mla_metadata()
+
+        def call(q=q, index=index, schedule=schedule):
+            return flash_mla.flash_mla_with_kvcache(
+                q, cache, None, None, DIM, schedule, indices=index, attn_sink=sink, use_legacy=True
+            )
+
+        call()
+        out.append(call)
+    return out
+
+
+def gathered(tokens: int, calls: int):
+    rows = torch.randn(1 << 18, DIM, device=DEVICE).bfloat16()
+    out = []
+    for _ in range(calls):
+        q = torch.randn(tokens, HEADS, DIM, device=DEVICE).bfloat16()
+        index = torch.randint(0, len(rows), (tokens, TOPK + WINDOW), device=DEVICE)
+
+        def call(q=q, index=index):
+            keys = rows[index]  # [T, K, D]
+            p = torch.softmax((q @ keys.transpose(1, 2)).float() * DIM**-0.5, -1)
+            return p.bfloat16() @ keys
+
+        out.append(call)
+    return out
+
+
+def scores_part(bench: Bench, everything: bool) -> None:
+    for tokens, context in (
+        (1, 4096),
+        (1, 65536),
+        (1, 1 << 20),
+        (8, 65536),
+        (64, 4096),
+        (64, 65536),
+        (8, 1 << 20),
+    ):
+        for is_pool in (False, True):
+            if is_pool and context < 1 << 16:
+                continue
+            columns = 16384 if is_pool else context
+            per_call = tokens * columns * 68
+            calls = min(32, max(2, ROTATED_BYTES // per_call))
+            sets = []
+            for _ in range(calls):
+                keys = random_rows(tokens * context, 68, 64, (120, 128))
+                q = torch.randint(-2, 3, (tokens, INDEX_HEADS, INDEX_DIM), device=DEVICE).bfloat16()
+                weights = torch.randn(tokens, INDEX_HEADS, device=DEVICE)
+                blocks = tokens * context // 64
+                tables = torch.randperm(blocks, device=DEVICE).view(tokens, -1)
+                visible = torch.full((tokens,), context, device=DEVICE)
+                pool = None
+                if is_pool:
+                    order = torch.rand(tokens, context // 8, device=DEVICE).argsort(1)[:, :2048]
+                    pool = order.sort(1).values
+                sets.append((q, weights, keys, tables, visible, 64, columns, pool))
+                if torch.cuda.memory_allocated() > 100 << 30:
+                    break
+
+            def ours(launch=None, sets=sets, is_pool=is_pool):
+                return [
+                    lambda s=s: scoring.index_scores(*s, want_best=not is_pool, launch=launch)
+                    for s in sets
+                ]
+
+            forms = {"chosen": ours}
+            if everything:
+                for x in scoring.BENCHED:
+                    form = f"k{x.keys} p{x.programs} w{x.num_warps} s{x.num_stages}"
+                    forms[form] = lambda launch=x, ours=ours: ours(launch)
+            if not is_pool:
+                forms["peer deep_gemm fp8_mqa_logits, dense keys"] = (
+                    lambda t=tokens, c=context, n=calls: mqa_logits(t, c, n)
+                )
+            shape = {"T": tokens, "context": context, "pool": is_pool}
+            flops = 2.0 * tokens * columns * INDEX_HEADS * INDEX_DIM
+            written = tokens * columns * (4 if is_pool else 4.5)
+            bench.compare("index_scores", shape, forms, per_call + written, flops)
+            del sets, forms, ours
+            torch.cuda.empty_cache()
+
+
+def mqa_logits(tokens: int, context: int, calls: int):
+    import deep_gemm
+
+    if tokens > 1:
+        raise NotImplementedError("one key sequence serves all queries there; T > 1 is other work")
+    out = []
+    for _ in range(calls):
+        q = torch.randn(tokens, INDEX_HEADS, INDEX_DIM, device=DEVICE).to(torch.float8_e4m3fn)
+        keys = torch.randn(context, INDEX_DIM, device=DEVICE).to(torch.float8_e4m3fn)
+        scales = torch.ones(context, device=DEVICE)
+        weights = torch.randn(tokens, INDEX_HEADS, device=DEVICE)
+        first = torch.zeros(tokens, dtype=torch.int32, device=DEVICE)
+        last = torch.full((tokens,), context, dtype=torch.int32, device=DEVICE)
+
+        def call(q=q, keys=keys, scales=scales, weights=weights, first=first, last=last):
+            return deep_gemm.fp8_mqa_logits(q, (keys, scales), weights, first, last)
+
+        call()
+        out.append(call)
+    return out
+
+
+def select_part(bench: Bench, everything: bool) -> None:
+    shapes = [(1, 4096, 512), (1, 16384, 512), (1, 65536, 512), (1, 1 << 20, 512)]
+    shapes += [(8, 65536, 512), (64, 16384, 512), (64, 65536, 512), (64, 1 << 20, 512)]
+    shapes += [(1, 8192, 2048), (1, 131072, 2048), (64, 8192, 2048), (64, 131072, 2048)]
+    for tokens, num, k in shapes:
+        calls = min(32, max(2, ROTATED_BYTES // (4 * tokens * num)))
+        sets = [torch.randn(tokens, num, device=DEVICE).relu_() for _ in range(calls)]
+        for x in sets:  # half of the scores are ties at 0, as ReLU makes them
+            x += torch.randn(tokens, num, device=DEVICE) * (x > 0)
+        lengths = torch.full((tokens,), num, device=DEVICE)
+
+        def ours(launch=None, sets=sets, lengths=lengths, k=k):
+            return [
+                lambda x=x: selection.select_topk_rows(x, lengths, k, launch=launch) for x in sets
+            ]
+
+        forms = {"chosen": ours}
+        for x in selection.BENCHED if everything else ():
+            if x.stretch >= 2 * k:
+                forms[f"stretch{x.stretch} w{x.num_warps}"] = lambda launch=x, ours=ours: ours(
+                    launch
+                )
+        forms["peer torch.topk, sorted"] = lambda sets=sets, k=k: [
+            lambda x=x: x.topk(k) for x in sets
+        ]
+        shape = {"T": tokens, "N": num, "k": k}
+        bench.compare("select_topk", shape, forms, 4.0 * tokens * num + 8 * tokens * k)
+
+
+def store_part(bench: Bench, everything: bool) -> None:
+    for tokens in (1, 8, 64, 256):
+        turn = rope_rotation(
+            torch.arange(tokens, device=DEVICE), rope_frequencies(1e4, 64, None).to(DEVICE)
+        )
+        for kind, dim, width in (("window", 512, 528), ("entry", 512, 288), ("index_key", 128, 68)):
+            pool = torch.zeros(1 << 16, width, dtype=torch.uint8, device=DEVICE)
+            weight = torch.ones(dim, device=DEVICE).bfloat16()
+            calls = []
+            for _ in range(64):
+                x = torch.randn(tokens, dim, device=DEVICE).bfloat16()
+                rows = torch.randperm(len(pool), device=DEVICE)[:tokens]
+                calls.append(
+                    lambda x=x, rows=rows, kind=kind, weight=weight, pool=pool, turn=turn: (
+                        rows_kernels.store_rows(kind, x, weight, turn, pool, rows, 1e-20)
+                    )
+                )
+            traffic = tokens * (2 * dim + width)
+            bench.compare(
+                f"store_rows {kind}", {"T": tokens}, {"chosen": lambda c=calls: c}, traffic
+            )
+        for heads, dim, is_rounded in ((64, 512, False), (32, 128, True)):
+            queries = [torch.randn(tokens, heads, dim, device=DEVICE).bfloat16() for _ in range(64)]
+            calls = [
+                lambda q=q, turn=turn, r=is_rounded: rows_kernels.rotate_queries(q, turn, r)
+                for q in queries
+            ]
+            moved = 4 * tokens * heads * (dim if is_rounded else 64)
+            shape = {"T": tokens, "rounded": is_rounded}
+            bench.compare("rotate_queries", shape, {"chosen": lambda c=calls: c}, moved)
+
+
+PARTS = {
+    "attention": attention_part, "scores": scores_part, "select": select_part, "store": store_part,
+}  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--limit-s", type=float, default=400.0)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--chosen-only", action="store_true", help="no other launches, only peers")
+    options = parser.parse_args()
+    bench = Bench(options.out, options.limit_s)
+    torch.manual_seed(0)
+    bench.say(**provenance())
+    ceilings(bench)
+    share = options.limit_s / len(options.parts)
+    for number, part in enumerate(options.parts):
+        # A slow part must not take the time of those behind it.
+        bench.limit_s = share * (number + 1)
+        try:
+            PARTS[part](bench, not options.chosen_only)
+        except Exception:
+            bench.say(part=part, failed=traceback.format_exc()[-1500:])
+        torch.cuda.empty_cache()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

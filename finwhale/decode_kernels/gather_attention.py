@@ -1,0 +1,299 @@
+"""Decode attention over packed rows: window rows of a ring and selected entries, one softmax.
+
+One query per sequence. A program takes a few heads of one query and a stretch of its slots, gathers
+and unpacks the rows there and leaves an unnormalised sum; a second kernel adds the stretches in
+their order. With one stretch the first kernel finishes alone. Bits depend on the launch, so a
+batch-invariant engine passes `invariant=True`, which takes one launch at every T. It refuses what
+does not fit (`gather_attention_unsupported`). The easy mistake: reading a row behind an empty slot;
+it may hold anything, NaN included. Definition: `attention_refs.gather_attention_ref`.
+Source: spec/backbone.md section 4.5.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from finwhale.decode_kernels.formats import (
+    bf16_bits,
+    bf16_planes,
+    bf16_rounded,
+    e2m1_planes,
+    e4m3_planes,
+    e4m3_value,
+    ue8m0_value,
+)
+from finwhale.decode_kernels.launch import is_interpreted, launch_for
+
+_LOG2_E = 1.4426950408889634
+
+
+class GatherAttentionUnsupportedError(ValueError):
+    """The kernels cannot run these inputs; the message names the field and its value."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionLaunch:
+    """Heads and slots of a program, stretches of a query, and how the programs are compiled."""
+
+    heads: int
+    keys: int
+    splits: int
+    num_warps: int
+    num_stages: int = 2
+
+
+# From which T on a launch serves, and the one that serves every T alike.
+_LAUNCHES = {
+    "any": {
+        64: AttentionLaunch(heads=64, keys=32, splits=2, num_warps=8),
+        8: AttentionLaunch(heads=64, keys=32, splits=5, num_warps=8),
+        1: AttentionLaunch(heads=16, keys=32, splits=10, num_warps=4),
+    },
+}
+_INVARIANT = {"any": AttentionLaunch(heads=32, keys=32, splits=5, num_warps=4)}
+
+# What `bench/gpu_decode_attention.py` times, and the compiled tests run.
+BENCHED = tuple(
+    AttentionLaunch(heads=heads, keys=keys, splits=splits, num_warps=warps, num_stages=stages)
+    for heads, keys, warps, stages in (
+        (16, 32, 4, 2), (16, 32, 8, 2), (32, 32, 4, 2), (32, 32, 8, 2), (32, 64, 8, 2),
+        (64, 32, 8, 1), (64, 32, 8, 2), (64, 64, 8, 2),
+    )
+    for splits in (1, 5)
+)  # fmt: skip
+
+
+@triton.jit
+def _online_step(
+    q_even, q_odd, even, odd, seen, factor, top, total, sum_even, sum_odd, FAST: tl.constexpr
+):
+    """Add a tile of keys to the running softmax; scores are in powers of two."""
+    scores = tl.dot(q_even, tl.trans(even), input_precision="ieee")
+    scores = tl.dot(q_odd, tl.trans(odd), acc=scores, input_precision="ieee")
+    scores = tl.where(seen[None, :], scores * factor, float("-inf"))
+    new_top = tl.maximum(top, tl.max(scores, 1))
+    # A head that has seen nothing keeps top = -inf; 0 in its place keeps the exponents from NaN.
+    shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+    p = tl.exp2(scores - shift[:, None])  # [HEADS, KEYS]
+    decay = tl.exp2(top - shift)
+    total = total * decay + tl.sum(p, 1)
+    p = p.to(tl.bfloat16) if FAST else p
+    sum_even = tl.dot(p, even, acc=sum_even * decay[:, None], input_precision="ieee")
+    sum_odd = tl.dot(p, odd, acc=sum_odd * decay[:, None], input_precision="ieee")
+    return new_top, total, sum_even, sum_odd
+
+
+@triton.jit
+def _finish(
+    top, total, sum_even, sum_odd, sink_ptr, rotation_ptr, out_ptr, t, T, heads, channel,
+    H: tl.constexpr, HALF: tl.constexpr, R2: tl.constexpr,
+):  # fmt: skip
+    """Divide by the denominator with its sink, turn the last channels back, store bf16 pairs."""
+    is_blind = top == float("-inf")
+    sink = tl.load(sink_ptr + heads, mask=heads < H, other=0.0) * 1.4426950408889634
+    # Relative to the larger of top and sink, so that neither exponent overflows.
+    shift = tl.where(is_blind, 0.0, tl.maximum(top, sink))
+    decay = tl.where(is_blind, 0.0, tl.exp2(top - shift))
+    total = tl.where(is_blind, 1.0, total * decay + tl.exp2(sink - shift))
+    share = (decay / total)[:, None]
+    even, odd = sum_even * share, sum_odd * share
+    if R2 > 0:
+        even, odd = bf16_rounded(even), bf16_rounded(odd)
+        pair = channel - (HALF - R2)
+        place = rotation_ptr + t * R2 + pair
+        cos = tl.load(place, mask=pair >= 0, other=1.0)[None, :]
+        sin = tl.load(place + T * R2, mask=pair >= 0, other=0.0)[None, :]
+        even, odd = even * cos + odd * sin, odd * cos - even * sin
+    words = bf16_bits(even) | (bf16_bits(odd) << 16)
+    at = (t * H + heads[:, None]) * HALF + channel[None, :]
+    tl.store(out_ptr + at, words, mask=(heads < H)[:, None])
+
+
+@triton.jit
+def _split_kernel(
+    q_ptr, ring_ptr, ring_scale_ptr, window_ptr, main_ptr, entry_ptr, sink_ptr, rotation_ptr,
+    out_ptr, sums_ptr, stats_ptr, T, W, K, factor,
+    H: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, KEYS: tl.constexpr,
+    R2: tl.constexpr, IS_WHOLE: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    WORD: tl.constexpr = HALF + HALF // 32  # int16 words of a window row
+    ENTRY: tl.constexpr = HALF + HALF // 8  # bytes of an entry
+    split, splits, t = tl.program_id(0), tl.num_programs(0), tl.program_id(2).to(tl.int64)
+    heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    channel = tl.arange(0, HALF)
+    key = tl.arange(0, KEYS)
+    at = (t * H + heads[:, None]) * HALF + channel[None, :]
+    q_even, q_odd = bf16_planes(tl.load(q_ptr + at, mask=(heads < H)[:, None], other=0), FAST)
+    top = tl.full([HEADS], float("-inf"), tl.float32)
+    total = tl.zeros([HEADS], tl.float32)
+    sum_even = tl.zeros([HEADS, HALF], tl.float32)
+    sum_odd = tl.zeros([HEADS, HALF], tl.float32)
+    window_tiles = (W + KEYS - 1) // KEYS
+    tiles = window_tiles + (K + KEYS - 1) // KEYS
+    first, last = split * tiles // splits, (split + 1) * tiles // splits
+    # Groups of 32 channels in a window row, of 16 in an entry: that many pairs share a scale.
+    wide, narrow = tl.arange(0, HALF // 16), tl.arange(0, HALF // 8)
+    in_wide, in_narrow = tl.arange(0, 16), tl.arange(0, 8)
+    for tile in range(first, tl.minimum(last, window_tiles)):
+        slot = tile * KEYS + key
+        index = tl.load(window_ptr + t * W + slot, mask=slot < W, other=-1)
+        seen = index >= 0
+        row = tl.where(seen, index, 0).to(tl.int64)[:, None, None]
+        keep = seen[:, None, None]
+        pairs = tl.load(
+            ring_ptr + row * WORD + wide[None, :, None] * 16 + in_wide[None, None, :],
+            mask=keep, other=0,
+        )  # fmt: skip
+        scale = tl.load(
+            ring_scale_ptr + row * (2 * WORD) + 2 * HALF + wide[None, :, None], mask=keep, other=0
+        )
+        even, odd = e4m3_planes(pairs, ue8m0_value(scale), FAST)
+        top, total, sum_even, sum_odd = _online_step(
+            q_even, q_odd, tl.reshape(even, [KEYS, HALF]), tl.reshape(odd, [KEYS, HALF]),
+            seen, factor, top, total, sum_even, sum_odd, FAST,
+        )  # fmt: skip
+    for tile in range(tl.maximum(first, window_tiles), last):
+        slot = (tile - window_tiles) * KEYS + key
+        index = tl.load(entry_ptr + t * K + slot, mask=slot < K, other=-1)
+        seen = index >= 0
+        row = main_ptr + tl.where(seen, index, 0).to(tl.int64)[:, None, None] * ENTRY
+        keep = seen[:, None, None]
+        codes = tl.load(
+            row + narrow[None, :, None] * 8 + in_narrow[None, None, :], mask=keep, other=0
+        )
+        scale = tl.load(row + HALF + narrow[None, :, None], mask=keep, other=0)
+        scale = tl.broadcast_to(e4m3_value(scale), [KEYS, HALF // 8, 8])
+        even, odd = e2m1_planes(codes, scale, FAST)
+        top, total, sum_even, sum_odd = _online_step(
+            q_even, q_odd, tl.reshape(even, [KEYS, HALF]), tl.reshape(odd, [KEYS, HALF]),
+            seen, factor, top, total, sum_even, sum_odd, FAST,
+        )  # fmt: skip
+    if IS_WHOLE:
+        _finish(
+            top, total, sum_even, sum_odd, sink_ptr, rotation_ptr, out_ptr, t, T, heads, channel,
+            H, HALF, R2,
+        )  # fmt: skip
+    else:
+        part = t * splits + split
+        at = (part * H + heads) * 2
+        tl.store(stats_ptr + at, top, mask=heads < H)
+        tl.store(stats_ptr + at + 1, total, mask=heads < H)
+        at = at[:, None] * HALF + channel[None, :]
+        tl.store(sums_ptr + at, sum_even, mask=(heads < H)[:, None])
+        tl.store(sums_ptr + at + HALF, sum_odd, mask=(heads < H)[:, None])
+
+
+@triton.jit
+def _combine_kernel(
+    sums_ptr, stats_ptr, sink_ptr, rotation_ptr, out_ptr, T, splits,
+    H: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, R2: tl.constexpr,
+):  # fmt: skip
+    """Add the stretches of a query in their order."""
+    t = tl.program_id(1).to(tl.int64)
+    heads = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
+    channel = tl.arange(0, HALF)
+    keep = heads < H
+    top = tl.full([HEADS], float("-inf"), tl.float32)
+    for split in range(splits):
+        at = ((t * splits + split) * H + heads) * 2
+        top = tl.maximum(top, tl.load(stats_ptr + at, mask=keep, other=float("-inf")))
+    shift = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.zeros([HEADS], tl.float32)
+    sum_even = tl.zeros([HEADS, HALF], tl.float32)
+    sum_odd = tl.zeros([HEADS, HALF], tl.float32)
+    for split in range(splits):
+        at = ((t * splits + split) * H + heads) * 2
+        share = tl.exp2(tl.load(stats_ptr + at, mask=keep, other=float("-inf")) - shift)
+        total += share * tl.load(stats_ptr + at + 1, mask=keep, other=0.0)
+        place = sums_ptr + at[:, None] * HALF + channel[None, :]
+        sum_even += share[:, None] * tl.load(place, mask=keep[:, None], other=0.0)
+        sum_odd += share[:, None] * tl.load(place + HALF, mask=keep[:, None], other=0.0)
+    _finish(
+        top, total, sum_even, sum_odd, sink_ptr, rotation_ptr, out_ptr, t, T, heads, channel,
+        H, HALF, R2,
+    )  # fmt: skip
+
+
+def _power_of_two(value: int) -> bool:
+    return value > 0 and value & (value - 1) == 0
+
+
+def gather_attention_unsupported(q: Tensor, ring: Tensor, main: Tensor | None) -> str | None:
+    """Return why `gather_attention` cannot run, or None; no value of a tensor is read."""
+    dim = q.shape[-1]
+    if q.dtype is not torch.bfloat16:
+        return f"q.dtype {q.dtype}: use bfloat16"
+    if not _power_of_two(dim) or not 64 <= dim <= 512:
+        return f"head dim {dim}: use a power of two in 64..512"
+    if ring.shape[-1] != dim + dim // 32 or ring.dtype is not torch.uint8:
+        return f"ring: rows of {ring.shape[-1]} {ring.dtype}, expected {dim + dim // 32} bytes"
+    if main is not None and (main.shape[-1] != dim // 2 + dim // 16 or main.dtype != ring.dtype):
+        return f"main: rows of {main.shape[-1]} {main.dtype}, expected {dim // 2 + dim // 16} bytes"
+    if not q.is_cuda and not is_interpreted(_split_kernel):
+        return f"device {q.device}: use a CUDA device, or the reference on others"
+    return None
+
+
+def attention_launch(tokens: int, device: torch.device, invariant: bool = False) -> AttentionLaunch:
+    """Return the launch of T queries on a device; a function of the shape alone."""
+    if invariant:
+        return launch_for(_INVARIANT, device)
+    table = launch_for(_LAUNCHES, device)
+    return table[max(least for least in table if least <= max(1, tokens))]
+
+
+def gather_attention(
+    q: Tensor,
+    ring: Tensor,
+    window_index: Tensor,
+    main: Tensor | None,
+    entry_index: Tensor,
+    sink: Tensor,
+    rotation: Tensor | None = None,
+    *,
+    invariant: bool = False,
+    launch: AttentionLaunch | None = None,
+) -> Tensor:
+    """Return [T, H, D] bf16; the contract of `attention_refs.gather_attention_ref`.
+
+    Sums are fp32; probabilities are rounded to bf16 relative to the running maximum of their
+    stretch, where D04 takes the final one.
+    """
+    reason = gather_attention_unsupported(q, ring, main)
+    if reason is not None:
+        raise GatherAttentionUnsupportedError(f"gather_attention: {reason}")
+    tokens, heads, dim = q.shape
+    out = torch.empty_like(q)
+    if not out.numel():
+        return out
+    launch = launch or attention_launch(tokens, q.device, invariant)
+    width, chosen = window_index.shape[1], 0 if main is None else entry_index.shape[1]
+    splits = launch.splits
+    sums = stats = out
+    if splits > 1:
+        sums = torch.empty(tokens, splits, heads, dim, dtype=torch.float32, device=q.device)
+        stats = torch.empty(tokens, splits, heads, 2, dtype=torch.float32, device=q.device)
+    half_turn = 0 if rotation is None else rotation.shape[-1]
+    turn = sink if rotation is None else rotation
+    words = out.view(torch.int32)
+    sizes = {"H": heads, "HALF": dim // 2, "R2": half_turn}
+    tile_heads = min(launch.heads, max(16, triton.next_power_of_2(heads)))
+    _split_kernel[(splits, -(-heads // tile_heads), tokens)](
+        q.contiguous().view(torch.int32), ring.view(torch.int16), ring,
+        window_index, ring if main is None else main, entry_index, sink, turn,
+        words, sums, stats, tokens, width, chosen, dim**-0.5 * _LOG2_E,
+        HEADS=tile_heads, KEYS=launch.keys, IS_WHOLE=splits == 1,
+        FAST=not is_interpreted(_split_kernel),
+        num_warps=launch.num_warps, num_stages=launch.num_stages, **sizes,
+    )  # fmt: skip
+    if splits > 1:
+        block = 2 if tokens <= 8 else 4
+        _combine_kernel[(-(-heads // block), tokens)](
+            sums, stats, sink, turn, words, tokens, splits, HEADS=block, num_warps=4, **sizes
+        )
+    return out

@@ -1,0 +1,202 @@
+"""The rows that a decode step writes: RMS norm, RoPE, rounding and the scatter, in one launch each.
+
+One program per row; window KV, main entries and index keys differ in format alone. Queries are
+turned (and index queries rounded) in place by a second kernel. Values are rounded to bf16 where the
+release has bf16 between its modules, so codes equal those of the reference unless the sum of the
+norm, taken in another order, moves a value across a boundary. The easy mistake: a value that is not
+finite has no code; `finite` remembers the row, as nothing can be raised here.
+Definition: `attention_refs.store_rows_ref`. Source: spec/backbone.md sections 4.2, 4.3, 5.1, 9.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from finwhale.decode_kernels.formats import (
+    bf16_bits,
+    bf16_planes,
+    bf16_rounded,
+    ceil_power_of_two,
+    e2m1_code,
+    e2m1_value,
+    e4m3_code,
+    e4m3_value,
+    ue8m0_value,
+)
+from finwhale.decode_kernels.launch import is_interpreted
+
+_FORMATS = {"window": 0, "entry": 1, "index_key": 2}
+_GROUPS = {"window": 32, "entry": 16, "index_key": 32}
+
+
+class StoreRowsUnsupportedError(ValueError):
+    """The kernel cannot run these inputs; the message names the field and its value."""
+
+
+@triton.jit
+def _turned(even, odd, rotation_ptr, t, T, pair, HALF: tl.constexpr, R2: tl.constexpr):
+    """Return bf16-valued channels after RoPE; `pair` is the index of a channel pair."""
+    turning = pair - (HALF - R2)
+    place = rotation_ptr + t * R2 + turning
+    cos = tl.load(place, mask=turning >= 0, other=1.0)
+    sin = tl.load(place + T * R2, mask=turning >= 0, other=0.0)
+    new_even = bf16_rounded(even * cos - odd * sin)
+    new_odd = bf16_rounded(even * sin + odd * cos)
+    is_turned = turning >= 0
+    return tl.where(is_turned, new_even, even), tl.where(is_turned, new_odd, odd)
+
+
+@triton.jit
+def _group_scale(even, odd, FORMAT: tl.constexpr, GROUPS: tl.constexpr, PAIRS: tl.constexpr):
+    """Return per group of channels its scale's code (int32) and fp32 value: [GROUPS, 1] each."""
+    size = tl.reshape(tl.maximum(tl.abs(even), tl.abs(odd)), [GROUPS, PAIRS])
+    top = tl.max(size, 1)[:, None]
+    if FORMAT == 0:
+        code = ceil_power_of_two(tl.maximum(top, 1e-4) * 0.002232142857142857)
+        value = ue8m0_value(code)
+    elif FORMAT == 1:
+        # 6 * 2^-9, the smallest scale times the largest code.
+        code = e4m3_code(
+            tl.div_rn(tl.maximum(top, 0.01171875), tl.full(top.shape, 6.0, tl.float32))
+        )
+        value = e4m3_value(code.to(tl.uint8))
+    else:
+        # 6 * 2^-126.
+        code = ceil_power_of_two(tl.maximum(top, 7.052966104933725e-38) * 0.16666666666666666)
+        value = ue8m0_value(code)
+    return code, value
+
+
+@triton.jit
+def _store_kernel(
+    x_ptr, weight_ptr, rotation_ptr, pool_ptr, rows_ptr, latent_ptr, finite_ptr, T, eps,
+    HALF: tl.constexpr, R2: tl.constexpr, FORMAT: tl.constexpr, PAIRS: tl.constexpr,
+    HAS_LATENT: tl.constexpr, HAS_FINITE: tl.constexpr,
+):  # fmt: skip
+    GROUPS: tl.constexpr = HALF // PAIRS
+    t = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows_ptr + t)
+    if row >= 0:
+        pair = tl.arange(0, HALF)
+        even, odd = bf16_planes(tl.load(x_ptr + t * HALF + pair), False)
+        w_even, w_odd = bf16_planes(tl.load(weight_ptr + pair), False)
+        mean = tl.sum(even * even + odd * odd, 0) / (2 * HALF)
+        scale = tl.rsqrt(mean + eps)
+        even = bf16_rounded(w_even * (even * scale))
+        odd = bf16_rounded(w_odd * (odd * scale))
+        if HAS_LATENT:
+            tl.store(latent_ptr + t * HALF + pair, bf16_bits(even) | (bf16_bits(odd) << 16))
+        even, odd = _turned(even, odd, rotation_ptr, t, T, pair, HALF, R2)
+        if HAS_FINITE:
+            # NaN and infinity fail the comparison.
+            fine = (tl.abs(even) < 3.4e38) & (tl.abs(odd) < 3.4e38)
+            if tl.min(fine.to(tl.int32), 0) == 0:
+                tl.store(finite_ptr + t, 0)
+        code, value = _group_scale(even, odd, FORMAT, GROUPS, PAIRS)
+        even = tl.div_rn(tl.reshape(even, [GROUPS, PAIRS]), tl.broadcast_to(value, [GROUPS, PAIRS]))
+        odd = tl.div_rn(tl.reshape(odd, [GROUPS, PAIRS]), tl.broadcast_to(value, [GROUPS, PAIRS]))
+        group, in_group = tl.arange(0, GROUPS)[:, None], tl.arange(0, PAIRS)[None, :]
+        at = group * PAIRS + in_group
+        if FORMAT == 0:
+            base = pool_ptr + row * (2 * HALF + GROUPS)
+            tl.store(base + 2 * at, e4m3_code(even).to(tl.uint8))
+            tl.store(base + 2 * at + 1, e4m3_code(odd).to(tl.uint8))
+            tl.store(base + 2 * HALF + group, code.to(tl.uint8))
+        else:
+            base = pool_ptr + row * (HALF + GROUPS)
+            tl.store(base + at, (e2m1_code(even) | (e2m1_code(odd) << 4)).to(tl.uint8))
+            tl.store(base + HALF + group, code.to(tl.uint8))
+
+
+@triton.jit
+def _queries_kernel(
+    q_ptr, rotation_ptr, T,
+    H: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, R2: tl.constexpr,
+    ROUNDED: tl.constexpr,
+):  # fmt: skip
+    """Turn HEADS heads of one query. Unrounded, only the channels that turn are touched."""
+    t = tl.program_id(1).to(tl.int64)
+    head = tl.program_id(0) * HEADS + tl.arange(0, HEADS)[:, None]
+    WIDTH: tl.constexpr = HALF if ROUNDED else R2
+    pair = (HALF - WIDTH) + tl.arange(0, WIDTH)[None, :]
+    at = q_ptr + (t * H + head) * HALF + pair
+    even, odd = bf16_planes(tl.load(at, mask=head < H, other=0), False)
+    even, odd = _turned(even, odd, rotation_ptr, t, T, pair, HALF, R2)
+    if ROUNDED:
+        GROUPS: tl.constexpr = HEADS * HALF // 16
+        _, value = _group_scale(even, odd, 2, GROUPS, 16)
+        fine = (tl.abs(even) < 3.4e38) & (tl.abs(odd) < 3.4e38)
+        fine = tl.min(tl.reshape(fine.to(tl.int32), [GROUPS, 16]), 1)[:, None]
+        # Damage must reach the check that names its layer: the whole group becomes NaN.
+        value = tl.where(fine != 0, value, float("nan"))
+        value = tl.broadcast_to(value, [GROUPS, 16])
+        even = e2m1_value(e2m1_code(tl.div_rn(tl.reshape(even, [GROUPS, 16]), value))) * value
+        odd = e2m1_value(e2m1_code(tl.div_rn(tl.reshape(odd, [GROUPS, 16]), value))) * value
+        even = tl.reshape(even, [HEADS, HALF])
+        odd = tl.reshape(odd, [HEADS, HALF])
+    tl.store(at, bf16_bits(even) | (bf16_bits(odd) << 16), mask=head < H)
+
+
+def store_rows_unsupported(kind: str, x: Tensor, weight: Tensor, pool: Tensor) -> str | None:
+    """Return why `store_rows` cannot run, or None; no value of a tensor is read."""
+    if kind not in _FORMATS:
+        return f"kind {kind!r}: use one of {tuple(_FORMATS)}"
+    dim = x.shape[-1]
+    if x.dtype is not torch.bfloat16 or weight.dtype is not torch.bfloat16:
+        return f"x {x.dtype} and weight {weight.dtype}: use bfloat16"
+    if dim & (dim - 1) or not 64 <= dim <= 512:
+        return f"dim {dim}: use a power of two in 64..512"
+    width = (dim if kind == "window" else dim // 2) + dim // _GROUPS[kind]
+    if pool.shape[-1] != width or pool.dtype is not torch.uint8:
+        return f"pool: rows of {pool.shape[-1]} {pool.dtype}, expected {width} bytes"
+    if not x.is_cuda and not is_interpreted(_store_kernel):
+        return f"device {x.device}: use a CUDA device, or the reference on others"
+    return None
+
+
+def store_rows(
+    kind: str,
+    x: Tensor,
+    weight: Tensor,
+    rotation: Tensor,
+    pool: Tensor,
+    rows: Tensor,
+    eps: float,
+    latent: Tensor | None = None,
+    *,
+    finite: Tensor | None = None,
+) -> None:
+    """Write packed rows in place; the contract of `attention_refs.store_rows_ref`.
+
+    finite  [T] bool   gets False where a value has no code; True is never written
+    """
+    reason = store_rows_unsupported(kind, x, weight, pool)
+    if reason is not None:
+        raise StoreRowsUnsupportedError(f"store_rows: {reason}")
+    tokens, dim = x.shape
+    if not tokens:
+        return
+    _store_kernel[(tokens,)](
+        x.contiguous().view(torch.int32), weight.view(torch.int32), rotation, pool, rows,
+        x if latent is None else latent.view(torch.int32),
+        rows if finite is None else finite.view(torch.int8), tokens, eps,
+        HALF=dim // 2, R2=rotation.shape[-1], FORMAT=_FORMATS[kind], PAIRS=_GROUPS[kind] // 2,
+        HAS_LATENT=latent is not None, HAS_FINITE=finite is not None, num_warps=2,
+    )  # fmt: skip
+
+
+def rotate_queries(q: Tensor, rotation: Tensor, rounded: bool) -> None:
+    """Turn (and round) queries in place; the contract of `attention_refs.rotate_queries_ref`."""
+    tokens, heads, dim = q.shape
+    if q.dtype is not torch.bfloat16 or not q.is_contiguous():
+        raise StoreRowsUnsupportedError(f"rotate_queries: q {q.dtype}: use contiguous bfloat16")
+    if not q.numel():
+        return
+    block = 4 if rounded else 16
+    _queries_kernel[(-(-heads // block), tokens)](
+        q.view(torch.int32), rotation, tokens,
+        H=heads, HEADS=block, HALF=dim // 2, R2=rotation.shape[-1], ROUNDED=rounded, num_warps=2,
+    )  # fmt: skip
