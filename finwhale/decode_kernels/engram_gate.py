@@ -1,4 +1,4 @@
-"""Engram in a decode step: hash, gather and rounding in one launch; expand, gate and add in another.
+"""Engram in a decode step: hash, gather and rounding in a launch; expand, gate and add in another.
 
 The gather depends on token ids alone, so it may run long before its layer. A row is read from the
 table as stored (FP8, one UE8M0 scale per 32 columns) and leaves rounded for the product with

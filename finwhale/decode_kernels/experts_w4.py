@@ -1,4 +1,4 @@
-"""The experts of a layer for 1 to 64 tokens: FP4 routed experts and the FP8 shared one, two launches.
+"""The experts of a layer for 1 to 64 tokens in two launches: FP4 routed ones, FP8 shared one.
 
 First launch: gate and up of every expert that some token chose, clamped SwiGLU, rounding. Second:
 the down products, one row of output per token and expert, left for the hyper-connection site to
@@ -75,15 +75,9 @@ class ExpertLaunch:
 # (one token, up to 16, more) by device family.
 _LAUNCH: dict[str, tuple[ExpertLaunch, ExpertLaunch, ExpertLaunch]] = {
     "any": (
-        ExpertLaunch(
-            gate_rows=32, down_rows=64, columns=256, tile_columns=128, warps=4, stages=3
-        ),
-        ExpertLaunch(
-            gate_rows=32, down_rows=64, columns=256, tile_columns=128, warps=4, stages=3
-        ),
-        ExpertLaunch(
-            gate_rows=32, down_rows=64, columns=256, tile_columns=128, warps=4, stages=3
-        ),
+        ExpertLaunch(gate_rows=32, down_rows=64, columns=256, tile_columns=128, warps=4, stages=3),
+        ExpertLaunch(gate_rows=32, down_rows=64, columns=256, tile_columns=128, warps=4, stages=3),
+        ExpertLaunch(gate_rows=32, down_rows=64, columns=256, tile_columns=128, warps=4, stages=3),
     ),
 }
 
@@ -125,6 +119,7 @@ def _gate_up_kernel(
     i = tl.arange(0, BN)
     f = tl.minimum(first + i % HALF, F - 1)
     n = tl.where(i < HALF, f, F + f)
+    shared_hidden_ptr = hidden_ptr + tl.cast(T * k, tl.int64) * F
     # The shared expert has slot 0: its matrices are the largest, so it should not come last.
     if slot == 0:
         if IS_ROW:
@@ -134,7 +129,7 @@ def _gate_up_kernel(
             )
             one = tl.full([1], 1.0, tl.float32)
             _store_hidden(
-                acc[None, :], hidden_ptr + tl.cast(k, tl.int64) * F, row, row < T, one, first, F, limit,
+                acc[None, :], shared_hidden_ptr, row, row < T, one, first, F, limit,
                 1, HALF, UPCAST,
             )  # fmt: skip
         else:
@@ -146,7 +141,7 @@ def _gate_up_kernel(
                 )  # fmt: skip
                 one = tl.full([SHARED_BM], 1.0, tl.float32)
                 _store_hidden(
-                    acc, hidden_ptr + tl.cast(T * k, tl.int64) * F, row, row < T, one, first, F, limit,
+                    acc, shared_hidden_ptr, row, row < T, one, first, F, limit,
                     SHARED_BM, HALF, UPCAST,
                 )  # fmt: skip
     else:
@@ -190,11 +185,11 @@ def _down_kernel(
     place = tl.program_id(0) * BN + tl.arange(0, BN)
     slot = tl.program_id(1)
     n = tl.minimum(place, C - 1)
-    shared_hidden = hidden_ptr + tl.cast(T * k, tl.int64) * F
+    shared_hidden_ptr = hidden_ptr + tl.cast(T * k, tl.int64) * F
     if slot == 0:
         if IS_ROW:
             acc = row_product(
-                shared_hidden, shared_ptr, shared_s_ptr, n, 0, F, F, FP8, BN, BK, EVEN, UPCAST
+                shared_hidden_ptr, shared_ptr, shared_s_ptr, n, 0, F, F, FP8, BN, BK, EVEN, UPCAST
             )
             at = tl.cast(k, tl.int64) * C + place
             acc = to_bf16(acc, UPCAST).to(out_ptr.dtype.element_ty)
@@ -203,7 +198,7 @@ def _down_kernel(
             for start in range(0, T, SHARED_BM):
                 row = (start + tl.arange(0, SHARED_BM)).to(tl.int64)
                 acc = tile_product(
-                    shared_hidden, row * F, row < T, shared_ptr, shared_s_ptr, n, 0, F, F,
+                    shared_hidden_ptr, row * F, row < T, shared_ptr, shared_s_ptr, n, 0, F, F,
                     FP8, SHARED_BM, BN, TILE_BK, TILE_EVEN, UPCAST,
                 )  # fmt: skip
                 at = (row * (k + 1) + k)[:, None] * C + place[None, :]
@@ -219,10 +214,21 @@ def _down_kernel(
             if IS_ROW:
                 rank = tl.load(rank_ptr + tl.load(order_ptr + begin))
                 acc = row_product(
-                    hidden_ptr + tl.cast(begin, tl.int64) * F, w, s, n, 0, F, F, FP4, BN, BK, EVEN, UPCAST
+                    hidden_ptr + tl.cast(begin, tl.int64) * F,
+                    w,
+                    s,
+                    n,
+                    0,
+                    F,
+                    F,
+                    FP4,
+                    BN,
+                    BK,
+                    EVEN,
+                    UPCAST,
                 )
                 acc = to_bf16(acc, UPCAST).to(out_ptr.dtype.element_ty)
-                tl.store(out_ptr + rantl.cast(k, tl.int64) * C + place, acc, mask=place < C)
+                tl.store(out_ptr + tl.cast(rank, tl.int64) * C + place, acc, mask=place < C)
             else:
                 for start in range(begin, end, BM):
                     row = start + tl.arange(0, BM)

@@ -236,10 +236,10 @@ def _site_kernel(
         c = tl.arange(0, CP)
         weight = tl.load(norm_ptr + c, mask=c < C, other=0.0)
         first = block * TB
-        if TB == 1:
-            z_row = tl.load(
-                z_ptr + tl.cast(first, tl.int64) * C + c, mask=c < C, other=0.0, cache_modifier=".cg"
-            )
+        # The first row is asked for now, so that the coefficients hide the wait for it.
+        z = tl.load(
+            z_ptr + tl.cast(first, tl.int64) * C + c, mask=c < C, other=0.0, cache_modifier=".cg"
+        )
         s = tl.arange(0, SP)
         for t in range(first, tl.minimum(first + TB, T)):
             at = (tl.cast(t, tl.int64) * pieces + s)[:, None] * _PADDED + row[None, :]
@@ -262,15 +262,59 @@ def _site_kernel(
             token = tl.cast(t, tl.int64)
             square_z = tl.load(totals_ptr + token * _PADDED + 25, cache_modifier=".cg")
             r = tl.rsqrt(square_z / tl.cast(C, tl.float32) + norm_eps)
-            if TB == 1:
-                _store_normed(
-                    z_row, weight, r, x_ptr + token * C, rounded_ptr + token * C, c, C, CP, UPCAST
-                )
-            else:
+            if TB > 1:
                 z = tl.load(z_ptr + token * C + c, mask=c < C, other=0.0, cache_modifier=".cg")
-                _store_normed(
-                    z, weight, r, x_ptr + token * C, rounded_ptr + token * C, c, C, CP, UPCAST
-                )
+            _store_normed(
+                z, weight, r, x_ptr + token * C, rounded_ptr + token * C, c, C, CP, UPCAST
+            )
+
+
+def split_normed_ref(joined: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return the normalised and FP8-rounded head of each row, and a copy of its tail.
+
+    joined   [T, A + B] bf16: the products with `wq_a` and `wkv` in one matrix
+    weight   [A] bf16
+    returns  [T, A] bf16, [T, B] bf16
+
+    Section 4.1, step 1; section 9.1.
+    """
+    head, tail = joined.split((len(weight), joined.shape[1] - len(weight)), dim=-1)
+    return round_fp8(rms_norm(head, weight, eps)), tail.contiguous()
+
+
+@triton.jit
+def _split_normed_kernel(
+    joined_ptr, weight_ptr, head_ptr, tail_ptr, A, B, eps,
+    AP: tl.constexpr, BP: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    row = tl.cast(tl.program_id(0), tl.int64)
+    a, b = tl.arange(0, AP), tl.arange(0, BP)
+    x = tl.load(joined_ptr + row * (A + B) + a, mask=a < A, other=0.0).to(tl.float32)
+    tail = tl.load(joined_ptr + row * (A + B) + A + b, mask=b < B, other=0.0)
+    tl.store(tail_ptr + row * B + b, tail, mask=b < B)
+    weight = tl.load(weight_ptr + a, mask=a < A, other=0.0).to(tl.float32)
+    r = tl.rsqrt(tl.sum(x * x, axis=0) / tl.cast(A, tl.float32) + eps)
+    y = to_bf16(weight * (x * r), UPCAST)
+    y = tl.reshape(round_groups(tl.reshape(y, (1, AP // 32, 32))), (AP,))
+    tl.store(head_ptr + row * A + a, to_bf16(y, UPCAST).to(head_ptr.dtype.element_ty), mask=a < A)
+
+
+def split_normed(joined: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Same contract as `split_normed_ref`, in one launch."""
+    tokens, width = joined.shape
+    head = joined.new_empty(tokens, len(weight))
+    tail = joined.new_empty(tokens, width - len(weight))
+    if len(weight) % GROUP:
+        raise SiteUnsupportedError(
+            f"split_normed: {len(weight)} columns, not a multiple of {GROUP}"
+        )
+    if tokens:
+        _split_normed_kernel[(tokens,)](
+            joined, weight, head, tail, head.shape[1], tail.shape[1], eps,
+            AP=triton.next_power_of_2(head.shape[1]), BP=triton.next_power_of_2(tail.shape[1]),
+            UPCAST=is_interpreted(_split_normed_kernel), num_warps=4,
+        )  # fmt: skip
+    return head, tail
 
 
 def site_unsupported(streams: Tensor, site: Site) -> str | None:

@@ -67,14 +67,14 @@ class LinearUnsupportedError(ValueError):
 
 @triton.jit
 def _linear_kernel(
-    x_ptr, w_ptr, s_ptr, out_ptr, part_ptr, count_ptr, T, O, K, x_row, group_rows, chunk,
+    x_ptr, w_ptr, s_ptr, out_ptr, part_ptr, count_ptr, T, ROWS, K, x_row, group_rows, chunk,
     KIND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     SPLITS: tl.constexpr, EVEN: tl.constexpr, ROUND: tl.constexpr, IS_ROW: tl.constexpr,
     UPCAST: tl.constexpr,
 ):  # fmt: skip
     tile, split, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     place = tile * BN + tl.arange(0, BN)
-    n = tl.minimum(place, O - 1)
+    n = tl.minimum(place, ROWS - 1)
     # All rows of a tile lie in one group: the host picks BN so.
     x_group = x_ptr + tl.cast(tile * BN // group_rows, tl.int64) * K
     begin = split * chunk
@@ -105,8 +105,8 @@ def _linear_kernel(
             acc = tl.reshape(round_groups(acc), (BM, BN))
         if out_ptr.dtype.element_ty == tl.bfloat16:
             acc = to_bf16(acc, UPCAST)
-        at = row.to(tl.int64)[:, None] * O + place[None, :]
-        keep = (row < T)[:, None] & (place < O)[None, :]
+        at = row.to(tl.int64)[:, None] * ROWS + place[None, :]
+        keep = (row < T)[:, None] & (place < ROWS)[None, :]
         tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=keep)
 
 
@@ -183,9 +183,9 @@ def linear_fp8(
         return out
     launch = launch_of(tokens, x.device) if launch is None else launch
     is_interpreted_here = is_interpreted(_linear_kernel)
-    bm = 1 if tokens == 1 else min(64, max(16, triton.next_power_of_2(tokens)))
+    bm = _row_block(tokens)
     bn, splits, chunk = _shape(launch, tokens, outputs, width, groups)
-    grid = (triton.cdiv(outputs, bn), splits, triton.cdiv(tokens, bm))
+    grid = (-(-outputs // bn), splits, -(-tokens // bm))
     if scratch is None:
         scratch = (
             torch.empty(grid[0] * grid[2] * splits * bm * bn, device=x.device),
@@ -207,10 +207,15 @@ def linear_scratch(
 ) -> tuple[Tensor, Tensor]:
     """Return scratch for products of this size or smaller ones."""
     launch = launch_of(tokens, device) if launch is None else launch
-    bm = 1 if tokens == 1 else min(64, max(16, triton.next_power_of_2(tokens)))
+    bm = _row_block(tokens)
     bn, splits, _ = _shape(launch, tokens, outputs, width, 1)
-    tiles = triton.cdiv(outputs, bn) * triton.cdiv(tokens, bm)
+    tiles = -(-outputs // bn) * -(-tokens // bm)
     return torch.empty(tiles * splits * bm * bn, device=device), counters(device, tiles)
+
+
+def _row_block(tokens: int) -> int:
+    """Return the rows of x in a program: a power of two, and 16 at least for a matrix unit."""
+    return 1 if tokens == 1 else min(64, max(16, 1 << (tokens - 1).bit_length()))
 
 
 def _shape(
@@ -220,11 +225,11 @@ def _shape(
     rows = launch.rows
     while groups > 1 and (outputs // groups) % rows:
         rows //= 2
-    tiles, steps = triton.cdiv(outputs, rows), triton.cdiv(width, launch.columns)
+    tiles, steps = -(-outputs // rows), -(-width // launch.columns)
     # A split of at least two steps; a count that divides the steps leaves no short one.
     wanted = max(1, min(launch.programs // tiles, steps // 2))
     splits = max(s for s in range(1, wanted + 1) if steps % s == 0)
-    return rows, splits, triton.cdiv(steps, splits) * launch.columns
+    return rows, splits, steps // splits * launch.columns
 
 
 def _bytes(scales: Tensor | None, weight: Tensor) -> Tensor:

@@ -246,10 +246,10 @@ def route(
     if launch is None:
         one, more = launch_for(_LAUNCH, x.device)
         launch = one if tokens == 1 else more
-    tiles, steps = triton.cdiv(experts, launch.rows), triton.cdiv(channels, launch.columns)
+    tiles, steps = -(-experts // launch.rows), -(-channels // launch.columns)
     wanted = min(32, max(1, min(launch.programs // tiles, steps)))
     splits = max(s for s in range(1, wanted + 1) if steps % s == 0)
-    chunk = triton.cdiv(steps, splits) * launch.columns
+    chunk = steps // splits * launch.columns
     scratch = route_scratch(tokens, experts, x.device) if scratch is None else scratch
     padded = triton.next_power_of_2(experts)
     _route_kernel[(tiles, splits)](

@@ -121,9 +121,10 @@ def to_bf16(x, UPCAST: tl.constexpr):
     if UPCAST:
         bits = x.to(tl.int32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
-        return tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
+        y = tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
     else:
-        return x.to(tl.bfloat16).to(tl.float32)
+        y = x.to(tl.bfloat16).to(tl.float32)
+    return y
 
 
 @triton.jit
@@ -160,12 +161,11 @@ def _fp4_values(packed, UPCAST: tl.constexpr):
     """Return the low and the high values of packed codes, exact; bf16, or fp32 if UPCAST."""
     if UPCAST:
         code = packed.to(tl.int32)
-        low = ((code & 8) << 28) | ((code & 7) << 22)
-        high = ((code & 128) << 24) | ((code & 112) << 18)
-        low = low.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2^126
-        return low, high.to(tl.float32, bitcast=True) * 8.507059173023462e37
+        low = (((code & 8) << 28) | ((code & 7) << 22)).to(tl.float32, bitcast=True)
+        high = (((code & 128) << 24) | ((code & 112) << 18)).to(tl.float32, bitcast=True)
+        low, high = low * 8.507059173023462e37, high * 8.507059173023462e37  # 2^126
     else:
-        return tl.inline_asm_elementwise(
+        low, high = tl.inline_asm_elementwise(
             _UNPACK_FP4,
             "=&r,=&r,=&r,=&r,r",
             [packed],
@@ -173,6 +173,7 @@ def _fp4_values(packed, UPCAST: tl.constexpr):
             is_pure=True,
             pack=4,
         )
+    return low, high
 
 
 @triton.jit
@@ -180,10 +181,10 @@ def _fp4_scaled(packed, scale, UPCAST: tl.constexpr):
     """Return the values of packed codes [G, BN, 16] times their scale [G, BN] fp32."""
     if UPCAST:
         low, high = _fp4_values(packed, True)
-        return low * scale[:, :, None], high * scale[:, :, None]
+        low, high = low * scale[:, :, None], high * scale[:, :, None]
     else:
         wide = tl.broadcast_to(scale.to(tl.bfloat16)[:, :, None], packed.shape)
-        return tl.inline_asm_elementwise(
+        low, high = tl.inline_asm_elementwise(
             _UNPACK_FP4_SCALED,
             "=&r,=&r,=&r,=&r,r,r,r",
             [packed, wide],
@@ -191,16 +192,17 @@ def _fp4_scaled(packed, scale, UPCAST: tl.constexpr):
             is_pure=True,
             pack=4,
         )
+    return low, high
 
 
 @triton.jit
 def _fp8_scaled(w, scale, UPCAST: tl.constexpr):
     """Return e4m3 values [G, BN, 32] times their scale [G, BN] fp32."""
     if UPCAST:
-        return w.to(tl.float32) * scale[:, :, None]
+        y = w.to(tl.float32) * scale[:, :, None]
     else:
         wide = tl.broadcast_to(scale.to(tl.bfloat16)[:, :, None], w.shape)
-        return tl.inline_asm_elementwise(
+        y = tl.inline_asm_elementwise(
             _UNPACK_FP8_SCALED,
             "=&r,=&r,r,r,r",
             [w, wide],
@@ -208,15 +210,15 @@ def _fp8_scaled(w, scale, UPCAST: tl.constexpr):
             is_pure=True,
             pack=4,
         )
+    return y
 
 
 @triton.jit
 def _byte_order(j, UPCAST: tl.constexpr):
     """Return the byte that holds place j: the decoder's registers reorder, the interpreter asks."""
     if UPCAST:
-        return (j & -4) | ((j & 1) << 1) | ((j >> 1) & 1)
-    else:
-        return j
+        j = (j & -4) | ((j & 1) << 1) | ((j >> 1) & 1)
+    return j
 
 
 @triton.jit
@@ -237,7 +239,9 @@ def row_product(
         G: tl.constexpr = BK // 32
         g = tl.arange(0, G)
         acc = tl.zeros([G, BN], tl.float32)
-        at_w = w_ptr + (n * (K // 2))[None, :, None] + g[:, None, None] * 16 + _byte_order(j, UPCAST)
+        at_w = (
+            w_ptr + (n * (K // 2))[None, :, None] + g[:, None, None] * 16 + _byte_order(j, UPCAST)
+        )
         at_x = x_ptr + tl.broadcast_to(g[:, None, None] * 32 + j, (G, BN, 16))
         at_s = s_ptr + (n * (K // 32))[None, :] + g[:, None]
         for k in range(k_begin, k_end, BK):
@@ -256,7 +260,6 @@ def row_product(
             parts = low.to(tl.float32) * low_x.to(tl.float32)
             parts += high.to(tl.float32) * high_x.to(tl.float32)
             acc += tl.sum(parts, axis=2) * ue8m0(codes)
-        return tl.sum(acc, axis=0)
     else:
         U: tl.constexpr = BK // 16
         u = tl.arange(0, U)
@@ -265,22 +268,21 @@ def row_product(
         at_x = x_ptr + tl.broadcast_to(u[:, None, None] * 16 + j, (U, BN, 16))
         at_s = s_ptr + ((n // 32) * (K // 32))[None, :] + (u // 2)[:, None]
         for k in range(k_begin, k_end, BK):
+            there = tl.broadcast_to(k + u[:, None] * 16 < k_end, (U, BN))
             if EVEN:
-                if KIND == FP8:
-                    codes = tl.load(at_s + k // 32)
                 w = tl.load(at_w + k)
                 x = tl.load(at_x + k)
             else:
-                there = tl.broadcast_to(k + u[:, None] * 16 < k_end, (U, BN))
-                if KIND == FP8:
-                    codes = tl.load(at_s + k // 32, mask=there, other=127)
                 w = tl.load(at_w + k, mask=there[:, :, None], other=0.0)
                 x = tl.load(at_x + k, mask=there[:, :, None], other=0.0)
             part = tl.sum(w.to(tl.float32) * x.to(tl.float32), axis=2)
             if KIND == FP8:
-                part *= ue8m0(codes)
+                if EVEN:
+                    part *= ue8m0(tl.load(at_s + k // 32))
+                else:
+                    part *= ue8m0(tl.load(at_s + k // 32, mask=there, other=127))
             acc += part
-        return tl.sum(acc, axis=0)
+    return tl.sum(acc, axis=0)
 
 
 @triton.jit
@@ -367,9 +369,10 @@ def _rows_by_columns(w):
 def _dot(x, w, acc, UPCAST: tl.constexpr):
     """Return acc [BM, BN] + x [BM, K] @ w [BN, K]^T; the interpreter multiplies in fp32."""
     if UPCAST:
-        return acc + tl.dot(x.to(tl.float32), tl.trans(w.to(tl.float32)), input_precision="ieee")
+        acc += tl.dot(x.to(tl.float32), tl.trans(w.to(tl.float32)), input_precision="ieee")
     else:
-        return tl.dot(x, tl.trans(w), acc)
+        acc = tl.dot(x, tl.trans(w), acc)
+    return acc
 
 
 @triton.jit

@@ -45,13 +45,17 @@ def weights_of(experts, channels, width, seed=0):
         return quantize_weight(matrix, storage)
 
     def stack(rows, columns):
-        codes, scales = zip(*(drawn(rows, columns, Storage.FP4_ROW) for _ in range(experts)))
+        stored = [drawn(rows, columns, Storage.FP4_ROW) for _ in range(experts)]
+        codes, scales = zip(*stored, strict=True)
         return (
             pack_fp4_tiles(torch.stack(codes)).to(DEVICE),
             torch.stack(scales).view(torch.uint8).to(DEVICE),
         )
 
-    shared = *drawn(2 * width, channels, Storage.FP8_BLOCK), *drawn(channels, width, Storage.FP8_BLOCK)
+    shared = (
+        *drawn(2 * width, channels, Storage.FP8_BLOCK),
+        *drawn(channels, width, Storage.FP8_BLOCK),
+    )
     return ExpertWeights(
         *stack(2 * width, channels), *stack(channels, width), *(t.to(DEVICE) for t in shared)
     )
@@ -65,7 +69,9 @@ def choice(tokens, experts, k, seed=0):
 
 
 def rows(tokens, channels, seed=0):
-    return round_fp8((3 * torch.randn(tokens, channels, generator=generator(seed))).bfloat16()).to(DEVICE)
+    return round_fp8((3 * torch.randn(tokens, channels, generator=generator(seed))).bfloat16()).to(
+        DEVICE
+    )
 
 
 def agree(got, want, tolerance=1e-2):
@@ -89,7 +95,11 @@ def test_tile_order_is_a_permutation_inside_each_group():
     [(1, 5, 3, 96, 64), (2, 3, 2, 64, 96), (7, 40, 6, 64, 32), (33, 4, 2, 32, 64)],
 )
 def test_experts_equal_the_reference(tokens, experts, k, channels, width):
-    w, routing, x = weights_of(experts, channels, width), choice(tokens, experts, k), rows(tokens, channels)
+    w, routing, x = (
+        weights_of(experts, channels, width),
+        choice(tokens, experts, k),
+        rows(tokens, channels),
+    )
     got = experts_w4(x, routing, w, LIMIT)
     want = experts_w4_ref(x, routing, w, LIMIT)
     agree(got, want)
@@ -101,14 +111,19 @@ def test_a_column_of_the_reference_by_hand():
     w, x = weights_of(2, 32, 32), rows(1, 32)
     routing = choice(1, 2, 1)
     expert = int(routing.ids)
-    value = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6] + [-0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    magnitude = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    value = torch.cat((magnitude, -magnitude))
 
     def matrix(packed, scales):
         codes = unpack_fp4_tiles(packed[expert].cpu())
         pairs = torch.stack((value[(codes & 15).long()], value[(codes >> 4).long()]), -1).flatten(1)
-        return (pairs * 2.0 ** (scales[expert].cpu().float() - 127).repeat_interleave(32, 1)).double()
+        return (
+            pairs * 2.0 ** (scales[expert].cpu().float() - 127).repeat_interleave(32, 1)
+        ).double()
 
-    gate, up = (x.cpu().double() @ matrix(w.gate_up, w.gate_up_scales).T).bfloat16().double().chunk(2, 1)
+    gate, up = (
+        (x.cpu().double() @ matrix(w.gate_up, w.gate_up_scales).T).bfloat16().double().chunk(2, 1)
+    )
     gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
     hidden = gate * torch.sigmoid(gate) * up * float(routing.weights)
     want = round_fp8(hidden.bfloat16()).double() @ matrix(w.down, w.down_scales).T
@@ -212,7 +227,7 @@ def test_route_takes_the_lowest_id_of_equal_scores_and_ignores_nan():
 
 @pytest.mark.parametrize("size", [-30.0, -17.0, 0.0, 25.0])
 def test_scores_far_from_zero_keep_their_ratios(size):
-    """w = s / sum(s) * 1.5 with s = sqrt(softplus), in float64."""
+    """Weights are s / sum(s) * 1.5 with s = sqrt(softplus), in float64."""
     x = torch.full((1, 32), size / 32).bfloat16()
     w = torch.arange(1, 5)[:, None].expand(4, 32).bfloat16() / 2
     found = route(x.to(DEVICE), w.contiguous().to(DEVICE), torch.zeros(4, device=DEVICE), 4, 1.5)
@@ -243,5 +258,7 @@ def test_route_leaves_nothing_behind_and_refuses_what_it_cannot_hold():
 
 def test_launch_parameters_change_no_row():
     w, routing, x = weights_of(5, 128, 96), choice(3, 5, 2), rows(3, 128)
-    launch = ExpertLaunch(gate_rows=64, down_rows=32, columns=64, tile_columns=32, warps=4, stages=2)
+    launch = ExpertLaunch(
+        gate_rows=64, down_rows=32, columns=64, tile_columns=32, warps=4, stages=2
+    )
     agree(experts_w4(x, routing, w, LIMIT, launch), experts_w4(x, routing, w, LIMIT))

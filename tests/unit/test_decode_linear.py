@@ -64,7 +64,10 @@ def test_grouped_product_reads_its_own_slice_of_x(tokens):
     by_hand = torch.cat(
         [
             x[:, 64 * g : 64 * g + 64].double()
-            @ (codes[32 * g : 32 * g + 32].double() * 2.0 ** (scales[g].double().log2().repeat_interleave(32))).T
+            @ (
+                codes[32 * g : 32 * g + 32].double()
+                * 2.0 ** (scales[g].double().log2().repeat_interleave(32))
+            ).T
             for g in range(4)
         ],
         dim=1,

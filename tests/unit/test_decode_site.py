@@ -15,6 +15,8 @@ from finwhale.decode_kernels.hyper_site import (
     SiteUnsupportedError,
     hyper_site,
     hyper_site_ref,
+    split_normed,
+    split_normed_ref,
 )
 from finwhale.ops.hyper_connection import HyperMix
 from finwhale.ops.rounding import round_fp8
@@ -125,8 +127,8 @@ def test_each_ingredient_shows_when_it_is_wrong():
     want_streams, want = run(hyper_site_ref, (streams, parts, before, incoming, site))
 
     def moved(**changed):
-        whole = dict(parts=parts, before=before, incoming=incoming, site=site) | changed
-        got_streams, got = run(hyper_site, (streams, *whole.values()))
+        given = {"parts": parts, "before": before, "incoming": incoming, "site": site} | changed
+        got_streams, got = run(hyper_site, (streams, *given.values()))
         pairs = [(got_streams, want_streams), (got.x, want.x), *zip(got.mix, want.mix, strict=True)]
         return [float((a.float() - b.float()).norm() / b.float().norm()) > 0.02 for a, b in pairs]
 
@@ -161,3 +163,16 @@ def test_empty_and_refused_sites():
         hyper_site(streams[:, :2], parts, before, incoming, site, **NUMBERS)
     with pytest.raises(SiteUnsupportedError, match="hidden_size"):
         hyper_site(streams[..., :40], parts, before, incoming, site, **NUMBERS)
+
+
+@pytest.mark.parametrize(("tokens", "head", "tail"), [(1, 96, 5), (3, 160, 33)])
+def test_split_normed_equals_the_reference(tokens, head, tail):
+    g = torch.Generator().manual_seed(head)
+    joined = (torch.randn(tokens, head + tail, generator=g) * 3).bfloat16().to(DEVICE)
+    weight = torch.randn(head, generator=g).bfloat16().to(DEVICE)
+    got, rest = split_normed(joined, weight, 1e-20)
+    want, want_rest = split_normed_ref(joined, weight, 1e-20)
+    assert torch.equal(rest, want_rest)
+    close(got, want, 5e-3)
+    assert torch.equal(round_fp8(got), got)
+    assert float((split_normed(joined, weight.flip(0), 1e-20)[0] - want).float().norm()) > 1

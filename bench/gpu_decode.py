@@ -1,0 +1,549 @@
+"""Decode of the flash shape on one GPU: a whole step against its floor, and kernel by kernel.
+
+    python bench/gpu_decode.py --out FILE.jsonl [--parts kernels step] [--limit-s 420]
+Needs a GPU with about 100 GB free (`--layers 8` for less). All layers at released widths; 96
+experts a layer instead of 384, so that the weights fit: a token meets as many as in the release.
+Engram tables have 1M rows. Weights and caches are random (decode_step.py); the distinct experts are
+counted, not assumed. `kernels` times one call per layer in a CUDA graph, so weights come from
+memory, with every launch it knows; `step` captures whole steps. A line of JSON per result, flushed;
+what fails says why and the rest goes on; after --limit-s nothing new starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import time
+import traceback
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from record import provenance
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from decode_floors import decode_costs, floor_seconds
+from decode_step import Cache, Launches, Model, Step
+
+from finwhale.config import preset
+from finwhale.config.layers import AttentionMode
+from finwhale.decode_kernels.experts_w4 import ExpertLaunch, experts_w4
+from finwhale.decode_kernels.head import draw_tokens
+from finwhale.decode_kernels.hyper_site import SiteLaunch, split_normed
+from finwhale.decode_kernels.linear_fp8 import LinearLaunch, linear_fp8
+from finwhale.decode_kernels.route import RouteLaunch, route
+
+DEVICE = "cuda"
+ENGRAM_ROWS = 1 << 20
+CONTEXTS, BATCHES = (4096, 65536, 1 << 20), (1, 8, 64)
+
+
+class Bench:
+    def __init__(self, out: Path | None, limit_s: float):
+        self.out, self.start, self.limit_s = out, time.monotonic(), limit_s
+        self.copy_gbs = self.bf16_tflops = 0.0
+
+    def say(self, **line) -> None:
+        text = json.dumps(line)
+        print(text, flush=True)
+        if self.out is not None:
+            with self.out.open("a", encoding="utf-8") as file:
+                file.write(text + "\n")
+
+    @property
+    def is_late(self) -> bool:
+        return time.monotonic() - self.start > self.limit_s
+
+    def graph_times(self, graph: torch.cuda.CUDAGraph, replays: int) -> list[float]:
+        """Return the microseconds of each replay, after two that do not count."""
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        times = []
+        for n in range(replays + 2):
+            first.record()
+            graph.replay()
+            last.record()
+            last.synchronize()
+            if n > 1:
+                times.append(first.elapsed_time(last) * 1e3)
+        return times
+
+    def per_call(self, calls, replays: int = 7) -> tuple[float, float, float]:
+        """Return median, least and largest microseconds of one of `calls` in a graph of all."""
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            calls[0]()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for call in calls:
+                call()
+        times = [t / len(calls) for t in self.graph_times(graph, replays)]
+        return statistics.median(times), min(times), max(times)
+
+    def compare(self, name: str, tokens: int, num_bytes: float, forms: dict) -> None:
+        """Time forms (name -> calls) of one operation; print each, then the best of ours."""
+        best = None
+        for form, calls in forms.items():
+            line = {"kernel": name, "T": tokens, "form": form}
+            if self.is_late:
+                self.say(**line, skipped="time limit")
+                return
+            try:
+                median, least, largest = self.per_call(calls() if callable(calls) else calls)
+            except Exception as error:
+                self.say(**line, failed=f"{type(error).__name__}: {error}"[:300])
+                torch.cuda.synchronize()
+                continue
+            self.say(
+                **line, us=round(median, 2), spread=[round(least, 2), round(largest, 2)],
+                MB=round(num_bytes / 1e6, 2), gbs=round(num_bytes / median / 1e3, 1),
+                percent_of_copy=round(num_bytes / median / 1e1 / self.copy_gbs, 1),
+            )  # fmt: skip
+            if not form.startswith("peer") and (best is None or median < best[1]):
+                best = form, median
+        if best is not None:
+            percent = round(num_bytes / best[1] / 1e1 / self.copy_gbs, 1)
+            self.say(
+                best=name, T=tokens, form=best[0], us=round(best[1], 2), percent_of_copy=percent
+            )
+
+
+def ceilings(bench: Bench) -> None:
+    source = torch.empty(1 << 31, dtype=torch.uint8, device=DEVICE).random_()
+    target = torch.empty_like(source)
+    median, *spread = bench.per_call([lambda: target.copy_(source)] * 4)
+    bench.copy_gbs = 2 * source.numel() / median / 1e3
+    wide = source.view(torch.int32)
+    total, *_ = bench.per_call([lambda: wide.amax()] * 4)
+    a, b = (torch.randn(8192, 8192, device=DEVICE).bfloat16() for _ in range(2))
+    product, *_ = bench.per_call([lambda: a @ b] * 4)
+    bench.bf16_tflops = 2 * 8192**3 / product / 1e6
+    small = torch.zeros(16, device=DEVICE)
+    empty = bench.per_call([lambda: small.add_(1)] * 64)[0]
+    bench.say(
+        copy_gbs=round(bench.copy_gbs), copy_spread_us=[round(x) for x in spread],
+        read_gbs=round(source.numel() / total / 1e3), bf16_tflops=round(bench.bf16_tflops),
+        empty_launch_us=round(empty, 2),
+    )  # fmt: skip
+
+
+def matrices(model: Model, tokens: int):
+    """Yield name, matrices (one per layer), groups and output dtype of each kind of product."""
+    layers, c = model.layers, model.config
+    yield "qkv", [x.qkv for x in layers], 1, {}
+    yield "wq_b", [x.wq_b for x in layers], 1, {}
+    yield "wo_a", [x.wo_a for x in layers], c.o_groups, {"round_output": True}
+    yield "wo_b", [x.wo_b for x in layers], 1, {}
+    engram = [(x.engram["wkv"], x.engram["wkv_scales"]) for x in layers if x.engram]
+    yield "engram_wkv", engram * 3, 1, {}
+    yield "head", [(model.head, None)] * 3, 1, {"out_dtype": torch.float32}
+
+
+def linear_launches(tokens: int, is_head: bool) -> dict[str, LinearLaunch]:
+    if tokens == 1:
+        grid = [
+            (r, k, p, w, 2)
+            for r, k, w in (
+                (16, 256, 4),
+                (32, 256, 4),
+                (64, 256, 4),
+                (32, 512, 4),
+                (32, 256, 8),
+                (16, 512, 4),
+            )
+            for p in ((528,) if is_head else (264, 528, 1056))
+        ]
+    elif tokens <= 16:
+        grid = [
+            (r, k, p, w, s)
+            for r, k, w, s in (
+                (32, 128, 4, 4), (32, 256, 4, 3), (64, 128, 4, 4), (64, 256, 4, 3), (64, 256, 8, 3),
+                (128, 128, 4, 3),
+            )
+            for p in ((528,) if is_head else (264, 528))
+        ]  # fmt: skip
+    else:
+        grid = [
+            (r, k, p, w, s)
+            for r, k, w, s in (
+                (64, 128, 4, 3), (64, 128, 4, 4), (128, 128, 8, 3), (128, 128, 4, 3),
+                (128, 64, 4, 4),
+            )
+            for p in ((264,) if is_head else (132, 264, 528))
+        ]  # fmt: skip
+    return {
+        f"r{r} k{k} p{p} w{w} s{s}": LinearLaunch(rows=r, columns=k, programs=p, warps=w, stages=s)
+        for r, k, p, w, s in grid
+    }
+
+
+def linear_part(bench: Bench, model: Model, tokens: int, everything: bool) -> None:
+    scratch = (
+        torch.empty(1 << 24, device=DEVICE),
+        torch.zeros(1 << 15, dtype=torch.int32, device=DEVICE),
+    )
+    for name, stack, groups, options in matrices(model, tokens):
+        if not stack:
+            continue
+        x = model.make.bf16(tokens, groups * stack[0][0].shape[1])
+
+        def ours(launch=None, stack=stack, x=x, groups=groups, options=options):
+            return [
+                lambda m=m: linear_fp8(
+                    x, *m, groups=groups, launch=launch, scratch=scratch, **options
+                )
+                for m in stack
+            ]
+
+        forms = {"chosen": ours}
+        if everything:
+            for form, launch in linear_launches(tokens, name == "head").items():
+                forms[form] = lambda launch=launch, ours=ours: ours(launch)
+        outputs, width = stack[0][0].shape
+        if groups == 1:
+            wide = [torch.randn(outputs, width, device=DEVICE).bfloat16() for _ in range(3)]
+            forms["peer torch bf16 product (bytes of bf16)"] = lambda x=x, wide=wide: [
+                lambda w=w: torch.nn.functional.linear(x, w) for w in wide * 4
+            ]
+        size = sum(t.nbytes for t in stack[0] if t is not None)
+        traffic = size + x.nbytes + tokens * outputs * (4 if name == "head" else 2)
+        bench.compare(name, tokens, traffic, forms)
+        forms.clear()
+
+
+def expert_launches(tokens: int) -> dict[str, ExpertLaunch]:
+    if tokens == 1:
+        grid = [
+            (g, d, k, 128, w, 3)
+            for g, d, k, w in (
+                (32, 32, 256, 4), (32, 64, 256, 4), (32, 16, 256, 4), (32, 32, 256, 8),
+                (32, 64, 256, 8), (32, 32, 256, 2), (32, 128, 256, 8),
+            )
+        ]  # fmt: skip
+    else:
+        grid = [
+            (g, d, 256, k, w, s)
+            for g, d, k, w, s in (
+                (32, 64, 128, 4, 3), (32, 64, 128, 4, 4), (32, 64, 256, 4, 2), (32, 64, 256, 4, 3),
+                (32, 64, 128, 8, 3), (64, 128, 128, 8, 3), (64, 128, 128, 4, 3),
+                (32, 32, 256, 4, 3),
+            )
+        ]  # fmt: skip
+    return {
+        f"g{g} d{d} k{k} t{t} w{w} s{s}": ExpertLaunch(
+            gate_rows=g, down_rows=d, columns=k, tile_columns=t, warps=w, stages=s
+        )
+        for g, d, k, t, w, s in grid
+    }
+
+
+def expert_part(bench: Bench, model: Model, tokens: int, everything: bool) -> None:
+    c = model.config
+    x = model.make.bf16(tokens, c.hidden_size)
+    choices = [
+        route(x, layer.gate, layer.bias, c.num_experts_per_tok, c.routed_scaling_factor)
+        for layer in model.layers
+    ]
+    distinct = statistics.mean(float((r.active >= 0).sum()) for r in choices)
+
+    def ours(launch=None):
+        return [
+            lambda layer=layer, r=r: experts_w4(x, r, layer.experts, c.swiglu_limit, launch)
+            for layer, r in zip(model.layers, choices, strict=True)
+        ]
+
+    forms = {"chosen": ours}
+    for form, launch in expert_launches(tokens).items() if everything else ():
+        forms[form] = lambda launch=launch: ours(launch)
+    w = model.layers[0].experts
+    one = sum(t[0].nbytes for t in w[:4])
+    shared = sum(t.nbytes for t in w[4:])
+
+    def grouped():
+        inner = c.moe_intermediate_size
+        size = c.n_routed_experts
+        gate_up = torch.randn(size, c.hidden_size, 2 * inner, device=DEVICE, dtype=torch.bfloat16)
+        down = torch.randn(size, inner, c.hidden_size, device=DEVICE, dtype=torch.bfloat16)
+        order = choices[0].order.long() // c.num_experts_per_tok
+        ends = choices[0].starts[1:].clone()
+
+        def call():
+            hidden = torch._grouped_mm(x[order], gate_up, offs=ends)
+            gate, up = hidden.chunk(2, dim=-1)
+            return torch._grouped_mm(torch.nn.functional.silu(gate) * up, down, offs=ends)
+
+        return [call] * 4
+
+    forms["peer torch._grouped_mm, bf16 weights, no shared expert"] = grouped
+    traffic = distinct * one + shared
+    bench.say(kernel="experts", T=tokens, distinct=round(distinct, 2))
+    bench.compare("experts", tokens, traffic, forms)
+
+
+def small_part(bench: Bench, model: Model, tokens: int, everything: bool) -> None:
+    """Router, hyper-connection site, Engram, norm and draw."""
+    c = model.config
+    step = Step(model, Cache(model, tokens, 4096))
+    x = model.make.bf16(tokens, c.hidden_size)
+    wide = c.hidden_size
+
+    def routers(launch=None):
+        return [
+            lambda m=m: route(
+                x, m.gate, m.bias, c.num_experts_per_tok, c.routed_scaling_factor, launch,
+                step.route_scratch,
+            )
+            for m in model.layers
+        ]  # fmt: skip
+
+    forms = {"chosen": routers}
+    grid = (
+        [
+            (16, 256, 128, 4, 2),
+            (16, 256, 64, 4, 2),
+            (8, 512, 128, 4, 2),
+            (8, 256, 256, 4, 2),
+            (16, 512, 128, 8, 2),
+        ]
+        if tokens == 1
+        else [
+            (32, 128, 128, 8, 3),
+            (32, 128, 64, 8, 3),
+            (16, 256, 128, 4, 3),
+            (32, 256, 128, 16, 2),
+            (32, 128, 128, 4, 3),
+        ]
+    )
+    for r, k, p, w, s in grid if everything else ():
+        launch = RouteLaunch(rows=r, columns=k, programs=p, warps=w, stages=s)
+        forms[f"r{r} k{k} p{p} w{w} s{s}"] = lambda launch=launch: routers(launch)
+    bench.compare("route", tokens, model.layers[0].gate.nbytes + x.nbytes, forms)
+
+    streams = model.make.bf16(tokens, 4, wide)
+    incoming = step.first_mix
+    for name, count in (("after attention", 1), ("after experts", c.num_experts_per_tok + 1)):
+        parts = model.make.bf16(tokens, count, wide)
+        mix = step.site(streams, None, None, incoming, model.final).mix
+
+        def sites(launch=None, parts=parts, mix=mix):
+            def call(m):
+                step.launches.site = launch
+                step.site(streams, parts, mix, incoming, m.attn_site)
+
+            return [lambda m=m: call(m) for m in model.layers]
+
+        forms = {"chosen": sites}
+        for channels, block, warps in (
+            (64, 1, 8), (64, 1, 4), (128, 1, 8), (32, 1, 4), (64, 2, 8), (64, 4, 8), (64, 8, 8),
+            (128, 4, 8), (128, 8, 8),
+        ) if everything else ():  # fmt: skip
+            if block <= max(1, tokens // 2):
+                launch = SiteLaunch(channels=channels, tokens=block, warps=warps)
+                forms[f"c{channels} t{block} w{warps}"] = lambda launch=launch, s=sites: s(launch)
+        traffic = model.layers[0].attn_site.fn.nbytes + tokens * wide * 2 * (8 + count + 2)
+        if count == 1:
+            forms["peer liger mHC, coefficients + pre + post"] = lambda: liger_site(model, tokens)
+        bench.compare(f"site {name}", tokens, traffic, forms)
+    step.launches.site = None
+    engram = [m for m in model.layers if m.engram]
+    if engram:
+        bench.compare(
+            "engram_gather", tokens, tokens * c.engram_columns * (264 + 512),
+            {"chosen": [lambda m=m: step.gather(m) for m in engram * 8]},
+        )  # fmt: skip
+    joined = model.make.bf16(tokens, c.q_lora_rank + c.head_dim)
+    bench.compare(
+        "split_normed", tokens, 2 * joined.nbytes,
+        {"chosen": [lambda m=m: split_normed(joined, m.q_norm, 1e-20) for m in model.layers]},
+    )  # fmt: skip
+    logits = torch.randn(tokens, c.vocab_size, device=DEVICE)
+    draw = [
+        lambda t=t: draw_tokens(logits, t, step.uniforms)
+        for t in (step.temperatures, step.temperatures + 1)
+    ]
+    bench.compare(
+        "draw_tokens", tokens, logits.nbytes,
+        {
+            "greedy": draw[:1] * 8,
+            "sampled": draw[1:] * 8,
+            "peer torch argmax": [lambda: logits.argmax(-1)] * 8,
+        },
+    )  # fmt: skip
+
+
+def liger_site(model: Model, tokens: int):
+    """Return calls of liger's hyper-connection at the same shape, forward only."""
+    from liger_kernel.ops import mhc
+
+    c = model.config
+    x = torch.randn(tokens, 4, c.hidden_size, device=DEVICE).bfloat16()
+    y = torch.randn(tokens, c.hidden_size, device=DEVICE).bfloat16()
+    phis = [m.attn_site.fn.t().contiguous().bfloat16() for m in model.layers]
+    base = model.layers[0].attn_site.base
+    one = torch.ones((), device=DEVICE)
+    apply_coefficients = mhc.LigerMHCCoeffsFunction.apply
+    pre_function, post_function = mhc.LigerMHCPreFunction.apply, mhc.LigerMHCPostResFunction.apply
+
+    def call(phi):
+        pre, post, res = apply_coefficients(
+            x, phi, base, one, one, one, True, c.hc_sinkhorn_iters, 1e-6, 1e-6, 1e-6, 2.0
+        )
+        return pre_function(x, pre), post_function(x, y, post, res)
+
+    with torch.no_grad():
+        call(phis[0])
+    return [lambda phi=phi: call(phi) for phi in phis]
+
+
+def kernels_part(bench: Bench, options) -> None:
+    c = flash(options.experts)
+    model = Model(c, DEVICE, ENGRAM_ROWS, layers=options.layers or 16)
+    bench.say(model_bytes=torch.cuda.memory_allocated(), layers=len(model.layers))
+    share = (bench.limit_s - (time.monotonic() - bench.start)) / len(options.batches)
+    end = bench.limit_s
+    for number, tokens in enumerate(options.batches):
+        bench.limit_s = end - share * (len(options.batches) - 1 - number)
+        for part in (expert_part, linear_part, small_part):
+            try:
+                part(bench, model, tokens, not options.chosen_only)
+            except Exception:
+                bench.say(part=part.__name__, T=tokens, failed=traceback.format_exc()[-1200:])
+    bench.limit_s = end
+
+
+def flash(experts: int):
+    return replace(preset("flash").text_config, n_routed_experts=experts)
+
+
+def launches_of(function) -> dict[str, int]:
+    """Return the names of the kernels that a function launches, counted by the profiler."""
+    from torch.profiler import ProfilerActivity, profile
+
+    function()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        function()
+        torch.cuda.synchronize()
+    events = [e for e in profiler.events() if str(e.device_type).endswith("CUDA")]
+    return dict(Counter(e.name.split("(")[0][:60] for e in events))
+
+
+def profile_of(graph: torch.cuda.CUDAGraph, c) -> dict[str, list[float]]:
+    """Return [microseconds, launches] by kernel of one replay."""
+    from torch.profiler import ProfilerActivity, profile
+
+    graph.replay()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        graph.replay()
+        torch.cuda.synchronize()
+    times, counts = Counter(), Counter()
+    for e in profiler.events():
+        if str(e.device_type).endswith("CUDA"):
+            times[e.name.split("(")[0][:60]] += e.device_time_total
+            counts[e.name.split("(")[0][:60]] += 1
+    return {n: [round(t, 1), counts[n]] for n, t in times.most_common(24)}
+
+
+def step_part(bench: Bench, options) -> None:
+    c = flash(options.experts)
+    model = Model(c, DEVICE, ENGRAM_ROWS, layers=options.layers)
+    torch.cuda.synchronize()
+    weights = torch.cuda.memory_allocated()
+    bench.say(model_bytes=weights, layers=len(model.layers), experts=options.experts)
+    is_whole = options.layers is None
+    for batch in options.batches:
+        for context in options.contexts:
+            line = {"step": True, "batch": batch, "context": context}
+            if bench.is_late:
+                bench.say(**line, skipped="time limit")
+                continue
+            cache_bytes = batch * (890 * context + 2.8e6)
+            free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
+            free -= torch.cuda.memory_allocated()
+            if 1.05 * cache_bytes + 3e9 > free:
+                bench.say(
+                    **line, impossible=f"caches of {cache_bytes / 1e9:.1f} GB beside weights of "
+                    f"{weights / 1e9:.1f} GB do not fit",
+                )  # fmt: skip
+                continue
+            try:
+                one_step(bench, model, line, is_whole, options)
+            except Exception:
+                bench.say(**line, failed=traceback.format_exc()[-1500:])
+            gc.collect()
+            torch.cuda.empty_cache()
+
+
+def one_step(bench: Bench, model: Model, line: dict, is_whole: bool, options) -> None:
+    c, batch, context = model.config, line["batch"], line["context"]
+    step = Step(model, Cache(model, batch, context), Launches())
+    eager = step.run().clone()
+    graph = step.graph()
+    runs = [bench.graph_times(graph, 20) for _ in range(3)]
+    medians = [statistics.median(run) for run in runs]
+    same = torch.equal(step.tokens, eager)
+    distinct = [int((a >= 0).sum()) for a in step.active]
+    costs = decode_costs(c, context, batch, distinct if is_whole else None)
+    floor = floor_seconds(costs, bench.copy_gbs * 1e9, bench.bf16_tflops * 1e12) * 1e6
+    median = statistics.median(medians)
+    result = dict(
+        **line, us=round(median, 1), runs_us=[round(m, 1) for m in medians],
+        spread_us=[round(min(map(min, runs)), 1), round(max(map(max, runs)), 1)],
+        distinct_experts=[min(distinct), round(statistics.mean(distinct), 2), max(distinct)],
+        graph_equals_eager=same, finite=bool((step.tokens >= 0).all()),
+    )  # fmt: skip
+    if is_whole:
+        result |= {
+            "floor_us": round(floor, 1), "ratio": round(median / floor, 3),
+            "tokens_per_s": round(batch / median * 1e6, 1),
+        }  # fmt: skip
+    bench.say(**result)
+    if context == options.contexts[0] and not bench.is_late:
+        bench.say(**line, profile=profile_of(graph, c))
+        layer = next(
+            (x for x in model.layers if x.spec.mode is AttentionMode.REUSE and not x.engram), None
+        )
+        if layer is not None:
+            streams = model.make.bf16(batch, 4, c.hidden_size)
+            mix = step.site(streams, None, None, step.first_mix, model.final).mix
+            parts = model.make.bf16(batch, c.num_experts_per_tok + 1, c.hidden_size)
+            found = launches_of(lambda: step.block(layer, streams, parts, mix, mix.pre))
+            bench.say(**line, reuse_layer_launches=sum(found.values()), by_kernel=found)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--limit-s", type=float, default=420.0)
+    parser.add_argument(
+        "--parts", nargs="+", choices=("kernels", "step"), default=["step", "kernels"]
+    )
+    parser.add_argument("--layers", type=int, help="the first few layers alone (no floor then)")
+    parser.add_argument("--experts", type=int, default=96)
+    parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
+    parser.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS)
+    parser.add_argument("--chosen-only", action="store_true", help="no other launches")
+    options = parser.parse_args()
+    bench = Bench(options.out, options.limit_s)
+    torch.manual_seed(0)
+    bench.say(**provenance())
+    ceilings(bench)
+    for part in options.parts:
+        try:
+            {"kernels": kernels_part, "step": step_part}[part](bench, options)
+        except Exception:
+            bench.say(part=part, failed=traceback.format_exc()[-1500:])
+        gc.collect()
+        torch.cuda.empty_cache()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
