@@ -22,6 +22,7 @@ from finwhale.ops.engram import engram_multipliers
 from finwhale.ops.hyper_connection import HyperMix
 from finwhale.ops.weight_formats import quantize_weight
 
+SLOW = pytest.mark.slow  # in the interpreter; compiled they are fast
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -37,7 +38,7 @@ def table_of(primes, dim):
     return codes.to(DEVICE), scales.view(torch.uint8).to(DEVICE), offsets.to(DEVICE)
 
 
-@pytest.mark.parametrize("tokens", [1, 3, 65])
+@pytest.mark.parametrize("tokens", [1, 3, pytest.param(65, marks=SLOW)])
 def test_gathered_rows_have_the_bits_of_the_reference(tokens):
     primes = torch.tensor([[11, 13], [17, 19], [23, 29]])
     table, scales, offsets = table_of(primes, 64)
@@ -81,7 +82,9 @@ def update_inputs(tokens, channels, parts):
     )
 
 
-@pytest.mark.parametrize(("tokens", "channels", "parts"), [(1, 33, 0), (1, 96, 7), (5, 63, 1)])
+@pytest.mark.parametrize(
+    ("tokens", "channels", "parts"), [(1, 33, 0), (1, 96, 7), pytest.param(5, 63, 1, marks=SLOW)]
+)
 def test_update_equals_the_reference(tokens, channels, parts):
     args = update_inputs(tokens, channels, parts)
     got, want = engram_update(*args, 1e-20), engram_update_ref(*args, 1e-20)

@@ -21,6 +21,7 @@ from finwhale.decode_kernels.hyper_site import (
 from finwhale.ops.hyper_connection import HyperMix
 from finwhale.ops.rounding import round_fp8
 
+SLOW = pytest.mark.slow  # in the interpreter; compiled they are fast
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NUMBERS = {"iterations": 20, "norm_eps": 1e-20, "eps": 1e-6}
 
@@ -78,7 +79,14 @@ def agree(got, want):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "channels", "parts"), [(1, 32, 7), (1, 160, 1), (3, 64, 2), (63, 32, 1), (65, 32, 3)]
+    ("tokens", "channels", "parts"),
+    [
+        (1, 32, 7),
+        (1, 160, 1),
+        (3, 64, 2),
+        pytest.param(63, 32, 1, marks=SLOW),
+        pytest.param(65, 32, 3, marks=SLOW),
+    ],
 )
 @pytest.mark.parametrize(
     "launch", [None, SiteLaunch(channels=32, tokens=3 + 1, warps=4)], ids=["table", "blocks"]
