@@ -10,7 +10,7 @@ completes the groups of ratio 2: both of the two tokens would not.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -18,19 +18,25 @@ from torch import Tensor
 from finwhale.config.layers import AttentionMode, LayerSpec, PoolUse, RopeKind, build_layer_specs
 from finwhale.config.model import TextConfig
 from finwhale.decode_kernels.engram_gate import engram_gather, engram_update
-from finwhale.decode_kernels.experts_w4 import ExpertLaunch, ExpertWeights, experts_w4
+from finwhale.decode_kernels.experts_w4 import (
+    ExpertLaunch,
+    ExpertWeights,
+    expert_launch,
+    experts_w4,
+)
 from finwhale.decode_kernels.gather_attention import gather_attention
 from finwhale.decode_kernels.head import draw_tokens, head_logits
 from finwhale.decode_kernels.hyper_site import (
     Site,
     SiteLaunch,
     hyper_site,
+    site_launch,
     site_scratch,
     split_normed,
 )
 from finwhale.decode_kernels.index_scores import index_scores
-from finwhale.decode_kernels.linear_fp8 import LinearLaunch, linear_fp8
-from finwhale.decode_kernels.route import RouteLaunch, route, route_scratch
+from finwhale.decode_kernels.linear_fp8 import LinearLaunch, linear_fp8, linear_launch
+from finwhale.decode_kernels.route import RouteLaunch, route, route_launch, route_scratch
 from finwhale.decode_kernels.select_topk import pool_rows, select_topk_rows
 from finwhale.decode_kernels.store_rows import rotate_queries, store_rows
 from finwhale.ops.engram import engram_multipliers
@@ -49,6 +55,19 @@ class Launches:
     experts: ExpertLaunch | None = None
     route: RouteLaunch | None = None
     site: SiteLaunch | None = None
+    overlap: int = 0
+
+    @classmethod
+    def overlapping(cls, tokens: int, device: str, overlap: int) -> Launches:
+        """Return the tables' parameters for `tokens` tokens, with that kind of overlap."""
+        of = tokens, torch.device(device)
+        return cls(
+            linear=replace(linear_launch(*of), overlap=overlap),
+            experts=replace(expert_launch(*of), overlap=overlap),
+            route=replace(route_launch(*of), overlap=overlap),
+            site=replace(site_launch(*of), overlap=overlap),
+            overlap=overlap,
+        )
 
 
 class RandomWeights:
@@ -202,63 +221,88 @@ class Model:
 
 
 class Cache:
-    """Random caches of `batch` sequences, each full to `context` tokens."""
+    """Caches of `batch` sequences with room for `context` tokens, all at the same position.
 
-    def __init__(self, model: Model, batch: int, context: int):
-        c, make, device = model.config, model.make, model.device
+    is_random  rows are random bytes of sensible size, as if every token had been there; else zeros
+    """
+
+    def __init__(self, model: Model, batch: int, context: int, is_random: bool = True):
+        self.config, self.specs, self.device = model.config, model.specs, model.device
         self.batch, self.context = batch, context
-        sequence = torch.arange(batch, device=device)
-        position = torch.full((batch,), context - 1, device=device)
-        self.rings = []
-        for _ in model.specs:
-            ring = make.bytes(batch * c.sliding_window, c.head_dim + c.head_dim // 32)
-            ring[:, : c.head_dim] &= 0xBF
-            ring[:, c.head_dim :] = 127
-            self.rings.append(ring)
-        first = (sequence * c.sliding_window)[:, None]
-        slots = first + torch.arange(c.sliding_window, device=device)
-        seen = torch.arange(c.sliding_window, device=device) < context
-        self.window_index = torch.where(seen, slots, -1)
-        self.ring_rows = first[:, 0] + position % c.sliding_window
-        self.rotation, self.entry_rotation = {}, {}
-        for kind in RopeKind:
-            is_wide = kind is not RopeKind.WINDOW
-            frequencies = rope_frequencies(
-                c.compress_rope_theta if is_wide else c.rope_theta,
-                c.qk_rope_head_dim,
-                c.rope_scaling if is_wide else None,
-            ).to(device)
-            self.rotation[kind] = rope_rotation(position, frequencies)
-            for ratio in {s.ratio for s in model.specs if s.ratio}:
-                start = position // ratio * ratio
-                self.entry_rotation[kind, ratio] = rope_rotation(start, frequencies)
-        self.main, self.keys, self.tables = {}, {}, {}
-        self.visible, self.entry_rows, self.open_group = {}, {}, {}
-        self.pool_lengths, self.pool_columns = {}, {}
-        for spec in model.specs:
+        c = self.config
+        rows = RandomWeights(self.device) if is_random else None
+        self.rings = [
+            _packed_rows(rows, batch * c.sliding_window, c.head_dim, 32, 127, self.device)
+            for _ in self.specs
+        ]
+        self.frequencies = {
+            RopeKind.WINDOW: rope_frequencies(c.rope_theta, c.qk_rope_head_dim, None),
+            RopeKind.COMPRESSED: rope_frequencies(
+                c.compress_rope_theta, c.qk_rope_head_dim, c.rope_scaling
+            ),
+        }
+        self.main, self.keys, self.tables, self.open_group = {}, {}, {}, {}
+        for spec in self.specs:
             if not spec.owns_kv:
                 continue
-            layer, entries = spec.layer_id, context // spec.ratio
-            blocks = -(-entries // ENTRIES_PER_BLOCK)
-            rows = batch * blocks * ENTRIES_PER_BLOCK
-            main = make.bytes(rows, c.head_dim // 2 + c.head_dim // 16)
-            main[:, c.head_dim // 2 :] = 0x30  # E4M3 0.5
-            keys = make.bytes(rows, c.index_head_dim // 2 + c.index_head_dim // 32)
-            keys[:, c.index_head_dim // 2 :] = 125
-            self.main[layer], self.keys[layer] = main, keys
-            table = torch.randperm(batch * blocks, device=device).view(batch, blocks)
-            self.tables[layer] = table
-            self.visible[layer] = torch.full((batch,), entries, device=device)
-            last = entries - 1
-            self.entry_rows[layer] = (
-                table[:, last // ENTRIES_PER_BLOCK] * ENTRIES_PER_BLOCK + last % ENTRIES_PER_BLOCK
-            )
-            candidates = -(-entries // c.candidate_block_size)
+            blocks = -(-(context // spec.ratio) // ENTRIES_PER_BLOCK)
+            count = batch * blocks * ENTRIES_PER_BLOCK
+            half, narrow = c.head_dim // 2, c.index_head_dim // 2
+            self.main[spec.layer_id] = _packed_rows(rows, count, half, 8, 0x30, self.device)
+            self.keys[spec.layer_id] = _packed_rows(rows, count, narrow, 16, 125, self.device)
+            order = torch.randperm(batch * blocks, device=self.device)
+            self.tables[spec.layer_id] = order.view(batch, blocks)
+            if spec.ratio > 1:
+                shape = batch, 2 * c.head_dim
+                self.open_group[spec.layer_id] = torch.randn(shape, device=self.device)
+        self.at(context - 1)
+
+    def at(self, position: int) -> None:
+        """Set what depends on the position of the token that the next step computes."""
+        c, device, batch = self.config, self.device, self.batch
+        self.position = position
+        where = torch.full((batch,), position, device=device)
+        first = (torch.arange(batch, device=device) * c.sliding_window)[:, None]
+        slot = torch.arange(c.sliding_window, device=device)
+        self.window_index = torch.where(slot <= position, first + slot, -1)
+        self.ring_rows = first[:, 0] + position % c.sliding_window
+        self.rotation, self.entry_rotation = {}, {}
+        for kind, frequencies in self.frequencies.items():
+            self.rotation[kind] = rope_rotation(where, frequencies.to(device))
+        self.visible, self.entry_rows = {}, {}
+        self.pool_lengths, self.pool_columns = {}, {}
+        for spec in self.specs:
+            if not spec.owns_kv:
+                continue
+            layer, visible = spec.layer_id, (position + 1) // spec.ratio
+            start = where // spec.ratio * spec.ratio
+            frequencies = self.frequencies[spec.rope].to(device)
+            self.entry_rotation[layer] = rope_rotation(start, frequencies)
+            self.visible[layer] = torch.full((batch,), visible, device=device)
+            # A group that this token leaves open has no entry: -1 stores nothing.
+            last, rows = visible - 1, torch.full((batch,), -1, device=device)
+            if (position + 1) % spec.ratio == 0:
+                block = self.tables[layer][:, last // ENTRIES_PER_BLOCK]
+                rows = block * ENTRIES_PER_BLOCK + last % ENTRIES_PER_BLOCK
+            self.entry_rows[layer] = rows
+            candidates = -(-visible // c.candidate_block_size)
             self.pool_lengths[layer] = torch.full((batch,), candidates, device=device)
             columns = min(candidates, c.candidate_topk_blocks) * c.candidate_block_size
             self.pool_columns[layer] = torch.full((batch,), columns, device=device)
-            if spec.ratio > 1:
-                self.open_group[layer] = torch.randn(batch, 2 * c.head_dim, device=device)
+
+
+def _packed_rows(
+    make: RandomWeights | None, count: int, codes: int, per_scale: int, scale: int, device: str
+) -> Tensor:
+    """Return rows of `codes` code bytes and a scale byte per `per_scale` of them."""
+    if make is None:
+        shape = count, codes + codes // per_scale
+        return torch.zeros(shape, dtype=torch.uint8, device=device)
+    rows = make.bytes(count, codes + codes // per_scale)
+    if per_scale == 32:
+        rows[:, :codes] &= 0xBF  # E4M3 without NaN
+    rows[:, codes:] = scale
+    return rows
 
 
 class Step:
@@ -316,11 +360,8 @@ class Step:
                 parts, before = None, None
             streams, parts, before, incoming = self.block(layer, streams, parts, before, incoming)
         x = self.site(streams, parts, before, incoming, self.model.final).x
-        self.tokens = draw_tokens(
-            head_logits(x, self.model.head, self.launches.linear, self.scratch),
-            self.temperatures,
-            self.uniforms,
-        )
+        self.logits = head_logits(x, self.model.head, self.launches.linear, self.scratch)
+        self.tokens = draw_tokens(self.logits, self.temperatures, self.uniforms)
         return self.tokens
 
     def gather(self, layer: Layer) -> Tensor:
@@ -351,9 +392,11 @@ class Step:
         c, cache, spec = self.model.config, self.cache, layer.spec
         rotation = cache.rotation[spec.rope]
         eps, ring = c.rms_norm_eps, cache.rings[spec.layer_id]
-        qr, kv = split_normed(self.linear(rounded, layer.qkv), layer.q_norm, eps)
-        q = self.linear(qr, layer.wq_b).view(-1, c.num_attention_heads, c.head_dim)
-        rotate_queries(q, rotation, False)
+        qr, kv = split_normed(
+            self.linear(rounded, layer.qkv), layer.q_norm, eps, self.launches.overlap
+        )
+        q = self.linear(qr, layer.wq_b, turn=rotation, head_dim=c.head_dim)
+        q = q.view(-1, c.num_attention_heads, c.head_dim)
         store_rows("window", kv, layer.kv_norm, rotation, ring, cache.ring_rows, eps)
         if spec.owns_kv:
             self.publish(layer, x)
@@ -376,15 +419,15 @@ class Step:
         c, cache, spec = self.model.config, self.cache, layer.spec
         owner, eps = spec.layer_id, c.rms_norm_eps
         if spec.ratio > 1:
-            rows = self.linear(x, (layer.compressor, None), out_dtype=torch.float32)
-            value, gate = rows.chunk(2, dim=-1)
+            found = self.linear(x, (layer.compressor, None), out_dtype=torch.float32)
+            value, gate = found.chunk(2, dim=-1)
             old_value, old_gate = cache.open_group[owner].chunk(2, dim=-1)
             pooled = torch.lerp(old_value, value, torch.sigmoid(gate - old_gate)).bfloat16()
+            cache.open_group[owner].copy_(found)
         else:
             pooled = self.linear(x, (layer.compressor, None))
         latent = torch.empty_like(pooled)
-        rotation = cache.entry_rotation[spec.rope, spec.ratio]
-        rows = cache.entry_rows[owner]
+        rotation, rows = cache.entry_rotation[owner], cache.entry_rows[owner]
         store_rows(
             "entry", pooled, layer.compressor_norm, rotation, cache.main[owner], rows, eps, latent
         )

@@ -24,11 +24,13 @@ from finwhale.decode_kernels.tiles import (
     FP4,
     FP8,
     GROUP,
+    prefetch_rows,
     round_groups,
     row_product,
     tile_product,
     to_bf16,
     unpack_fp4_tiles,
+    wait_for_inputs,
 )
 from finwhale.ops.linear import linear_fp32_accumulate
 from finwhale.ops.moe import clamped_swiglu
@@ -62,6 +64,7 @@ class ExpertLaunch:
     gate_rows   BN rows of gate and as many of up per program; a multiple of 32
     down_rows   BN rows of w2 per program
     columns     BK; tile_columns where an expert has several rows
+    overlap     as in `LinearLaunch`; only the shared expert's weights are known early
     """
 
     gate_rows: int
@@ -70,6 +73,7 @@ class ExpertLaunch:
     tile_columns: int
     warps: int
     stages: int
+    overlap: int = 0
 
 
 # (one token, up to 16, more) by device family.
@@ -111,7 +115,7 @@ def _gate_up_kernel(
     weights_ptr, order_ptr, starts_ptr, active_ptr, T, C, F, slots, k, limit,
     HALF: tl.constexpr, BK: tl.constexpr, TILE_BK: tl.constexpr, BM: tl.constexpr,
     SHARED_BM: tl.constexpr, IS_ROW: tl.constexpr, EVEN: tl.constexpr, TILE_EVEN: tl.constexpr,
-    UPCAST: tl.constexpr,
+    OVERLAP: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     BN: tl.constexpr = 2 * HALF
     first = tl.program_id(0) * HALF
@@ -120,6 +124,9 @@ def _gate_up_kernel(
     f = tl.minimum(first + i % HALF, F - 1)
     n = tl.where(i < HALF, f, F + f)
     shared_hidden_ptr = hidden_ptr + tl.cast(T * k, tl.int64) * F
+    if OVERLAP > 1 and EVEN and slot == 0:
+        prefetch_rows(shared_ptr, n, C, 0, BK)
+    wait_for_inputs(OVERLAP)
     # The shared expert has slot 0: its matrices are the largest, so it should not come last.
     if slot == 0:
         if IS_ROW:
@@ -180,12 +187,15 @@ def _down_kernel(
     order_ptr, rank_ptr, starts_ptr, active_ptr, T, C, F, slots, k,
     BN: tl.constexpr, BK: tl.constexpr, TILE_BK: tl.constexpr, BM: tl.constexpr,
     SHARED_BM: tl.constexpr, IS_ROW: tl.constexpr, EVEN: tl.constexpr, TILE_EVEN: tl.constexpr,
-    UPCAST: tl.constexpr,
+    OVERLAP: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     place = tl.program_id(0) * BN + tl.arange(0, BN)
     slot = tl.program_id(1)
     n = tl.minimum(place, C - 1)
     shared_hidden_ptr = hidden_ptr + tl.cast(T * k, tl.int64) * F
+    if OVERLAP > 1 and EVEN and slot == 0:
+        prefetch_rows(shared_ptr, n, F, 0, BK)
+    wait_for_inputs(OVERLAP)
     if slot == 0:
         if IS_ROW:
             acc = row_product(
@@ -290,6 +300,12 @@ def experts_unsupported(x: Tensor, w: ExpertWeights) -> str | None:
     return None
 
 
+def expert_launch(tokens: int, device: torch.device) -> ExpertLaunch:
+    """Return the parameters for `tokens` tokens on a device."""
+    one, few, many = launch_for(_LAUNCH, device)
+    return one if tokens == 1 else few if tokens <= 16 else many
+
+
 def experts_w4(
     x: Tensor,
     routing: Routing,
@@ -309,9 +325,7 @@ def experts_w4(
     out = x.new_empty(tokens, k + 1, channels)
     if not tokens:
         return out
-    if launch is None:
-        one, few, many = launch_for(_LAUNCH, x.device)
-        launch = one if tokens == 1 else few if tokens <= 16 else many
+    launch = expert_launch(tokens, x.device) if launch is None else launch
     hidden = x.new_empty(tokens * (k + 1), width)
     slots = len(routing.active)
     constants = {
@@ -323,6 +337,8 @@ def experts_w4(
         "UPCAST": is_interpreted(_gate_up_kernel),
         "num_warps": launch.warps,
         "num_stages": launch.stages,
+        "OVERLAP": launch.overlap,
+        "launch_pdl": launch.overlap > 0,
     }
     _gate_up_kernel[(triton.cdiv(width, launch.gate_rows), slots + 1)](
         x, w.gate_up, w.gate_up_scales, w.shared_gate_up, _bytes(w.shared_gate_up_scales), hidden,

@@ -20,7 +20,14 @@ import triton.language as tl
 from torch import Tensor
 
 from finwhale.decode_kernels.launch import is_interpreted, launch_for
-from finwhale.decode_kernels.tiles import GROUP, counters, last_to_arrive, round_groups, to_bf16
+from finwhale.decode_kernels.tiles import (
+    GROUP,
+    counters,
+    last_to_arrive,
+    round_groups,
+    to_bf16,
+    wait_for_inputs,
+)
 from finwhale.ops.hyper_connection import HyperMix, hyper_collapse, hyper_expand, hyper_mix
 from finwhale.ops.norm import rms_norm
 from finwhale.ops.rounding import round_fp8
@@ -53,11 +60,12 @@ class SiteOutput(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SiteLaunch:
-    """channels of a slice, tokens of a program, warps; channels divide the hidden size."""
+    """Channels of a slice, tokens of a program, warps; overlap as in `LinearLaunch`."""
 
     channels: int
     tokens: int
     warps: int
+    overlap: int = 0
 
 
 # (one token, up to 16, more) by device family.
@@ -198,7 +206,7 @@ def _site_kernel(
     x_ptr, rounded_ptr, new_pre_ptr, new_post_ptr, new_comb_ptr,
     z_ptr, sums_ptr, count_ptr, T, C, num_parts, iterations, norm_eps, eps,
     CS: tl.constexpr, TB: tl.constexpr, SP: tl.constexpr, CP: tl.constexpr,
-    HAS_UPDATE: tl.constexpr, UPCAST: tl.constexpr,
+    HAS_UPDATE: tl.constexpr, OVERLAP: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     piece, block = tl.program_id(0), tl.program_id(1)
     pieces = tl.num_programs(0)
@@ -207,7 +215,9 @@ def _site_kernel(
     row = tl.arange(0, _PADDED)
     flat = tl.arange(0, 4 * CS)
     at_fn = row.to(tl.int64)[:, None] * (4 * C) + (flat // CS * C + piece * CS + flat % CS)[None, :]
+    # The weights are asked for before the wait.
     fn = tl.load(fn_ptr + at_fn, mask=(row < 24)[:, None], other=0.0)
+    wait_for_inputs(OVERLAP)
     # The sums of all tokens lie behind the parts of all slices.
     totals_ptr = sums_ptr + tl.cast(T, tl.int64) * pieces * _PADDED
     for t in range(block * TB, tl.minimum(block * TB + TB, T)):
@@ -285,8 +295,9 @@ def split_normed_ref(joined: Tensor, weight: Tensor, eps: float) -> tuple[Tensor
 @triton.jit
 def _split_normed_kernel(
     joined_ptr, weight_ptr, head_ptr, tail_ptr, A, B, eps,
-    AP: tl.constexpr, BP: tl.constexpr, UPCAST: tl.constexpr,
+    AP: tl.constexpr, BP: tl.constexpr, OVERLAP: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs(OVERLAP)
     row = tl.cast(tl.program_id(0), tl.int64)
     a, b = tl.arange(0, AP), tl.arange(0, BP)
     x = tl.load(joined_ptr + row * (A + B) + a, mask=a < A, other=0.0).to(tl.float32)
@@ -299,8 +310,10 @@ def _split_normed_kernel(
     tl.store(head_ptr + row * A + a, to_bf16(y, UPCAST).to(head_ptr.dtype.element_ty), mask=a < A)
 
 
-def split_normed(joined: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Same contract as `split_normed_ref`, in one launch."""
+def split_normed(
+    joined: Tensor, weight: Tensor, eps: float, overlap: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Same contract as `split_normed_ref`, in one launch; overlap as in `LinearLaunch`."""
     tokens, width = joined.shape
     head = joined.new_empty(tokens, len(weight))
     tail = joined.new_empty(tokens, width - len(weight))
@@ -312,7 +325,8 @@ def split_normed(joined: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Te
         _split_normed_kernel[(tokens,)](
             joined, weight, head, tail, head.shape[1], tail.shape[1], eps,
             AP=triton.next_power_of_2(head.shape[1]), BP=triton.next_power_of_2(tail.shape[1]),
-            UPCAST=is_interpreted(_split_normed_kernel), num_warps=4,
+            OVERLAP=overlap, UPCAST=is_interpreted(_split_normed_kernel), num_warps=4,
+            launch_pdl=overlap > 0,
         )  # fmt: skip
     return head, tail
 
@@ -348,6 +362,12 @@ def site_scratch(tokens: int, channels: int, device: torch.device | str) -> Site
     )
 
 
+def site_launch(tokens: int, device: torch.device) -> SiteLaunch:
+    """Return the parameters for `tokens` tokens on a device."""
+    one, few, many = launch_for(_LAUNCH, device)
+    return one if tokens == 1 else few if tokens <= 16 else many
+
+
 def hyper_site(
     streams: Tensor,
     parts: Tensor | None,
@@ -374,9 +394,7 @@ def hyper_site(
     )
     if not tokens:
         return out
-    if launch is None:
-        one, few, many = launch_for(_LAUNCH, x.device)
-        launch = one if tokens == 1 else few if tokens <= 16 else many
+    launch = site_launch(tokens, x.device) if launch is None else launch
     width = launch.channels
     while channels % width:
         width //= 2
@@ -389,6 +407,7 @@ def hyper_site(
         tokens, channels, 0 if parts is None else parts.shape[1], iterations, norm_eps, eps,
         CS=width, TB=launch.tokens, SP=triton.next_power_of_2(channels // width),
         CP=triton.next_power_of_2(channels), HAS_UPDATE=parts is not None,
-        UPCAST=is_interpreted(_site_kernel), num_warps=launch.warps,
+        OVERLAP=launch.overlap, UPCAST=is_interpreted(_site_kernel),
+        num_warps=launch.warps, launch_pdl=launch.overlap > 0,
     )  # fmt: skip
     return out

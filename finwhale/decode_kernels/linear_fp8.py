@@ -25,12 +25,15 @@ from finwhale.decode_kernels.tiles import (
     GROUP,
     counters,
     last_to_arrive,
+    prefetch_rows,
     round_groups,
     row_product,
     tile_product,
     to_bf16,
+    wait_for_inputs,
 )
 from finwhale.ops.linear import grouped_linear
+from finwhale.ops.rope import apply_rope
 from finwhale.ops.rounding import round_fp8
 from finwhale.ops.weight_formats import dequantize_weight
 
@@ -42,6 +45,7 @@ class LinearLaunch:
     rows, columns   BN output rows by BK columns of the matrix per step; rows a multiple of 32 where
                     outputs are rounded
     programs        aimed at; K is split until there are about so many
+    overlap         1: the launch begins under the end of the one before; 2: and asks for weights
     """
 
     rows: int
@@ -49,6 +53,7 @@ class LinearLaunch:
     programs: int
     warps: int
     stages: int
+    overlap: int = 0
 
 
 # (one row, up to 16 rows, more) by device family.
@@ -67,9 +72,11 @@ class LinearUnsupportedError(ValueError):
 
 @triton.jit
 def _linear_kernel(
-    x_ptr, w_ptr, s_ptr, out_ptr, part_ptr, count_ptr, T, ROWS, K, x_row, group_rows, chunk,
+    x_ptr, w_ptr, s_ptr, turn_ptr, out_ptr, part_ptr, count_ptr,
+    T, ROWS, K, x_row, group_rows, chunk,
     KIND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    SPLITS: tl.constexpr, EVEN: tl.constexpr, ROUND: tl.constexpr, IS_ROW: tl.constexpr,
+    SPLITS: tl.constexpr, PADDED: tl.constexpr, EVEN: tl.constexpr, ROUND: tl.constexpr,
+    HEAD: tl.constexpr, R2: tl.constexpr, IS_ROW: tl.constexpr, OVERLAP: tl.constexpr,
     UPCAST: tl.constexpr,
 ):  # fmt: skip
     tile, split, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -80,6 +87,11 @@ def _linear_kernel(
     begin = split * chunk
     end = tl.minimum(begin + chunk, K)
     row = block * BM + tl.arange(0, BM)
+    if OVERLAP > 1 and EVEN:
+        # The first step's weights travel while the kernel before still runs.
+        width: tl.constexpr = BK * (2 if KIND == BF16 else 1)
+        prefetch_rows(w_ptr, n, K * (2 if KIND == BF16 else 1), begin, width)
+    wait_for_inputs(OVERLAP)
     if IS_ROW:
         acc = row_product(x_group, w_ptr, s_ptr, n, begin, end, K, KIND, BN, BK, EVEN, UPCAST)
         acc = acc[None, :]
@@ -96,10 +108,26 @@ def _linear_kernel(
         tl.store(parts + split * (BM * BN), acc)
         is_last = last_to_arrive(count_ptr + index, SPLITS)
         if is_last:
-            acc = tl.zeros([BM, BN], tl.float32)
-            for other in range(SPLITS):
-                acc += tl.load(parts + other * (BM * BN), cache_modifier=".cg")
+            if BM == 1:
+                other = tl.arange(0, PADDED)[:, None]
+                whole = parts + other * BN
+                whole = tl.load(whole, mask=other < SPLITS, other=0.0, cache_modifier=".cg")
+                acc = tl.sum(whole, axis=0)[None, :]
+            else:
+                acc = tl.zeros([BM, BN], tl.float32)
+                for other in tl.static_range(SPLITS):
+                    acc += tl.load(parts + other * (BM * BN), cache_modifier=".cg")
     if is_last:
+        if R2 > 0:
+            # RoPE: neighbouring outputs are a pair; only the last 2 * R2 channels of a head turn.
+            even, odd = tl.split(tl.reshape(to_bf16(acc, UPCAST), (BM, BN // 2, 2)))
+            channel = (tile * BN + 2 * tl.arange(0, BN // 2)) % HEAD - (HEAD - 2 * R2)
+            turning = (channel >= 0)[None, :] & (row < T)[:, None]
+            angle = turn_ptr + row[:, None] * R2 + (channel // 2)[None, :]
+            cos = tl.load(angle, mask=turning, other=1.0)
+            sin = tl.load(angle + T * R2, mask=turning, other=0.0)
+            turned = tl.join(even * cos - odd * sin, even * sin + odd * cos)
+            acc = tl.reshape(turned, (BM, BN))
         if ROUND:
             acc = tl.reshape(to_bf16(acc, UPCAST), (BM, BN // 32, 32))
             acc = tl.reshape(round_groups(acc), (BM, BN))
@@ -117,6 +145,8 @@ def linear_fp8_ref(
     *,
     groups: int = 1,
     round_output: bool = False,
+    turn: Tensor | None = None,
+    head_dim: int = 0,
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
     """Return x W^T, summed in fp32 and rounded once.
@@ -125,12 +155,16 @@ def linear_fp8_ref(
     weight    [O, K] float8_e4m3fn, or bf16 with `scales` None
     scales    [ceil(O/32), K/32] float8_e8m0fnu or uint8
     groups    output rows g * O/groups ... read columns g * K ... of x
+    turn      [2, T, R/2] fp32: RoPE of heads of `head_dim` outputs (section 4.7); None: none
     returns   [T, O]; with round_output through FP8 in groups of 32 and back
 
     Section 9.1; section 4.6, step 2 for groups.
     """
     w = weight.float() if scales is None else dequantize_weight(weight, scales)
     y = grouped_linear(x.float().unflatten(-1, (groups, -1)), w).to(torch.float32)
+    if turn is not None:
+        heads = y.to(torch.bfloat16).unflatten(-1, (-1, head_dim))
+        y = apply_rope(heads, turn).flatten(-2)
     y = y.to(torch.bfloat16) if round_output else y.to(out_dtype)
     return round_fp8(y).to(out_dtype) if round_output else y
 
@@ -151,7 +185,7 @@ def linear_unsupported(x: Tensor, weight: Tensor, groups: int, round_output: boo
     return None
 
 
-def launch_of(rows: int, device: torch.device) -> LinearLaunch:
+def linear_launch(rows: int, device: torch.device) -> LinearLaunch:
     """Return the parameters for `rows` rows on a device."""
     one, few, many = launch_for(_LAUNCH, device)
     return one if rows == 1 else few if rows <= 16 else many
@@ -164,6 +198,8 @@ def linear_fp8(
     *,
     groups: int = 1,
     round_output: bool = False,
+    turn: Tensor | None = None,
+    head_dim: int = 0,
     out_dtype: torch.dtype = torch.bfloat16,
     launch: LinearLaunch | None = None,
     scratch: tuple[Tensor, Tensor] | None = None,
@@ -175,13 +211,15 @@ def linear_fp8(
              here. Launches that may overlap need scratch of their own
     """
     reason = linear_unsupported(x, weight, groups, round_output)
+    if reason is None and turn is not None and (head_dim < 1 or len(weight) % head_dim):
+        reason = f"head_dim: {head_dim}, expected a divisor of {len(weight)} outputs"
     if reason is not None:
         raise LinearUnsupportedError(f"linear_fp8: {reason}")
     tokens, (outputs, width) = len(x), weight.shape
     out = torch.empty(tokens, outputs, dtype=out_dtype, device=x.device)
     if not out.numel():
         return out
-    launch = launch_of(tokens, x.device) if launch is None else launch
+    launch = linear_launch(tokens, x.device) if launch is None else launch
     is_interpreted_here = is_interpreted(_linear_kernel)
     bm = _row_block(tokens)
     bn, splits, chunk = _shape(launch, tokens, outputs, width, groups)
@@ -192,12 +230,14 @@ def linear_fp8(
             counters(x.device, grid[0] * grid[2]),
         )
     _linear_kernel[grid](
-        x, weight, _bytes(scales, weight), out, *scratch, tokens, outputs, width, x.shape[1],
-        outputs // groups, chunk,
+        x, weight, _bytes(scales, weight), x if turn is None else turn, out, *scratch,
+        tokens, outputs, width, x.shape[1], outputs // groups, chunk,
         KIND=BF16 if scales is None else FP8, BM=bm, BN=bn, BK=launch.columns, SPLITS=splits,
         EVEN=width == splits * chunk and chunk % launch.columns == 0, ROUND=round_output,
-        IS_ROW=tokens == 1, UPCAST=is_interpreted_here,
-        num_warps=launch.warps, num_stages=launch.stages,
+        PADDED=triton.next_power_of_2(splits), IS_ROW=tokens == 1,
+        HEAD=head_dim, R2=0 if turn is None else turn.shape[-1],
+        OVERLAP=launch.overlap, UPCAST=is_interpreted_here,
+        num_warps=launch.warps, num_stages=launch.stages, launch_pdl=launch.overlap > 0,
     )  # fmt: skip
     return out
 
@@ -206,7 +246,7 @@ def linear_scratch(
     tokens: int, outputs: int, width: int, device: torch.device, launch: LinearLaunch | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return scratch for products of this size or smaller ones."""
-    launch = launch_of(tokens, device) if launch is None else launch
+    launch = linear_launch(tokens, device) if launch is None else launch
     bm = _row_block(tokens)
     bn, splits, _ = _shape(launch, tokens, outputs, width, 1)
     tiles = -(-outputs // bn) * -(-tokens // bm)

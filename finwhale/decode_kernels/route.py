@@ -18,7 +18,15 @@ import triton.language as tl
 from torch import Tensor
 
 from finwhale.decode_kernels.launch import is_interpreted, launch_for
-from finwhale.decode_kernels.tiles import BF16, counters, last_to_arrive, row_product, tile_product
+from finwhale.decode_kernels.tiles import (
+    BF16,
+    counters,
+    last_to_arrive,
+    prefetch_rows,
+    row_product,
+    tile_product,
+    wait_for_inputs,
+)
 from finwhale.ops.moe import route_experts
 
 MAX_TOKENS = 64
@@ -44,13 +52,14 @@ class Routing(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RouteLaunch:
-    """rows   BX experts by columns BK of the router's matrix per step; programs aimed at."""
+    """Rows and columns of the matrix per step, programs aimed at; overlap as `LinearLaunch`."""
 
     rows: int
     columns: int
     programs: int
     warps: int
     stages: int
+    overlap: int = 0
 
 
 # (one token, more) by device family.
@@ -113,7 +122,8 @@ def _route_kernel(
     T, X, C, slots, scaling, chunk,
     KEPT: tl.constexpr, BX: tl.constexpr, BK: tl.constexpr, BM: tl.constexpr,
     SPLITS: tl.constexpr, EVEN: tl.constexpr, IS_ROW: tl.constexpr,
-    TB: tl.constexpr, XP: tl.constexpr, PP: tl.constexpr, UPCAST: tl.constexpr,
+    TB: tl.constexpr, XP: tl.constexpr, PP: tl.constexpr, PADDED: tl.constexpr,
+    OVERLAP: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     tile, split = tl.program_id(0), tl.program_id(1)
     place = tile * BX + tl.arange(0, BX)
@@ -121,6 +131,9 @@ def _route_kernel(
     begin = split * chunk
     end = tl.minimum(begin + chunk, C)
     row = tl.arange(0, BM)
+    if OVERLAP > 1 and EVEN:
+        prefetch_rows(w_ptr, n, 2 * C, 2 * begin, 2 * BK)
+    wait_for_inputs(OVERLAP)
     if IS_ROW:
         acc = row_product(x_ptr, w_ptr, w_ptr, n, begin, end, C, BF16, BX, BK, EVEN, UPCAST)
         acc = acc[None, :]
@@ -138,10 +151,17 @@ def _route_kernel(
         for first in range(0, T, TB):
             t = first + tl.arange(0, TB)
             there = (t < T)[:, None] & (e < X)[None, :]
-            logits = tl.zeros([TB, XP], tl.float32)
-            for step in range(SPLITS):
-                part = part_ptr + (step * T + t)[:, None] * X + e[None, :]
-                logits += tl.load(part, mask=there, other=0.0, cache_modifier=".cg")
+            if TB == 1:
+                step = tl.arange(0, PADDED)[:, None]
+                part = part_ptr + (step * T + first) * X + e[None, :]
+                there = (step < SPLITS) & (e < X)[None, :]
+                part = tl.load(part, mask=there, other=0.0, cache_modifier=".cg")
+                logits = tl.sum(part, axis=0)[None, :]
+            else:
+                logits = tl.zeros([TB, XP], tl.float32)
+                for step in range(SPLITS):
+                    part = part_ptr + (step * T + t)[:, None] * X + e[None, :]
+                    logits += tl.load(part, mask=there, other=0.0, cache_modifier=".cg")
             score = _sqrt_softplus(logits)
             biased = tl.where((e < X)[None, :], score + bias[None, :], float("-inf"))
             biased = tl.where(biased == biased, biased, float("-inf"))
@@ -213,6 +233,12 @@ def route_scratch(tokens: int, experts: int, device: torch.device | str) -> Rout
     return RouteScratch(torch.empty(32 * tokens * experts, device=device), counters(device, 1))
 
 
+def route_launch(tokens: int, device: torch.device) -> RouteLaunch:
+    """Return the parameters for `tokens` tokens on a device."""
+    one, more = launch_for(_LAUNCH, device)
+    return one if tokens == 1 else more
+
+
 def route(
     x: Tensor,
     weight: Tensor,
@@ -243,9 +269,7 @@ def route(
     if not tokens:
         found.starts.zero_()
         return found
-    if launch is None:
-        one, more = launch_for(_LAUNCH, x.device)
-        launch = one if tokens == 1 else more
+    launch = route_launch(tokens, x.device) if launch is None else launch
     tiles, steps = -(-experts // launch.rows), -(-channels // launch.columns)
     wanted = min(32, max(1, min(launch.programs // tiles, steps)))
     splits = max(s for s in range(1, wanted + 1) if steps % s == 0)
@@ -258,7 +282,8 @@ def route(
         BM=1 if tokens == 1 else max(16, triton.next_power_of_2(tokens)), SPLITS=splits,
         EVEN=channels == splits * chunk, IS_ROW=tokens == 1,
         TB=max(1, min(triton.next_power_of_2(tokens), 8192 // padded)), XP=padded,
-        PP=triton.next_power_of_2(tokens * k), UPCAST=is_interpreted(_route_kernel),
-        num_warps=launch.warps, num_stages=launch.stages,
+        PP=triton.next_power_of_2(tokens * k), PADDED=triton.next_power_of_2(splits),
+        OVERLAP=launch.overlap, UPCAST=is_interpreted(_route_kernel),
+        num_warps=launch.warps, num_stages=launch.stages, launch_pdl=launch.overlap > 0,
     )  # fmt: skip
     return found

@@ -376,6 +376,34 @@ def _dot(x, w, acc, UPCAST: tl.constexpr):
 
 
 @triton.jit
+def wait_for_inputs(OVERLAP: tl.constexpr):
+    """Let the next kernel start, then wait until the one before has finished.
+
+    With programmatic dependent launch the start of a kernel lies under the end of the one before.
+    Nothing that an earlier kernel wrote or still reads may be touched before this; weights may.
+    """
+    if OVERLAP > 0:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def prefetch_rows(w_ptr, n, row_bytes, first_byte, BYTES: tl.constexpr):
+    """Ask for bytes first_byte ... + BYTES of rows n of a byte matrix, into the L2 cache."""
+    line = tl.arange(0, BYTES // 128) * 128
+    at = w_ptr.to(tl.int64, bitcast=True) + n.to(tl.int64)[:, None] * row_bytes
+    at += first_byte + line[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+        "=r,l",
+        [at],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
 def last_to_arrive(count_ptr, total):
     """Return whether this program is the last of `total` to come here, and clear the counter.
 

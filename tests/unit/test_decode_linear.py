@@ -16,6 +16,7 @@ from finwhale.decode_kernels.linear_fp8 import (
     linear_fp8,
     linear_fp8_ref,
 )
+from finwhale.ops.rope import apply_rope, rope_frequencies, rope_rotation
 from finwhale.ops.rounding import round_fp8
 from finwhale.ops.weight_formats import quantize_weight
 
@@ -96,6 +97,19 @@ def test_rounded_output_has_the_bits_of_the_rounded_sum(tokens):
     rounded = linear_fp8(x, codes, scales, round_output=True)
     assert torch.equal(rounded, round_fp8(plain))
     assert not torch.equal(rounded, plain)
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_turned_output_is_that_of_the_product_turned(tokens):
+    x, codes, scales = inputs(tokens, 3 * 64, 64)
+    rotation = rope_rotation(torch.arange(tokens) + 5, rope_frequencies(1e4, 16, None)).to(DEVICE)
+    got = linear_fp8(x, codes, scales, turn=rotation, head_dim=64)
+    plain = linear_fp8(x, codes, scales)
+    want = apply_rope(plain.unflatten(-1, (3, 64)), rotation).flatten(-2)
+    agree(got, want, 4e-3)
+    assert torch.equal(got.view(-1, 3, 64)[..., :48], plain.view(-1, 3, 64)[..., :48])
+    agree(got, linear_fp8_ref(x, codes, scales, turn=rotation, head_dim=64), 8e-3)
+    assert (got - plain).norm() > 0.1 * (want - plain).norm() > 0
 
 
 def test_rounding_passes_damage_on_to_its_whole_group():
