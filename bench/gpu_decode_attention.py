@@ -16,6 +16,7 @@ import statistics
 import sys
 import time
 import traceback
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -151,20 +152,13 @@ def attention_part(bench: Bench, everything: bool) -> None:
             ]
 
         forms = {"chosen": ours, "invariant": lambda ours=ours: ours(invariant=True)}
-        tried = {1: (5, 10, 20), 8: (2, 5, 10), 64: (1, 2, 3), 256: (1, 2)}[tokens]
-        if everything:
-            for one in {
-                (x.heads, x.keys, x.num_warps, x.num_stages): x for x in attention.BENCHED
-            }.values():
-                for splits in tried:
-                    launch = attention.AttentionLaunch(
-                        heads=one.heads, keys=one.keys, splits=splits, num_warps=one.num_warps,
-                        num_stages=one.num_stages,
-                    )  # fmt: skip
-                    form = (
-                        f"h{one.heads} k{one.keys} w{one.num_warps} s{one.num_stages} split{splits}"
-                    )
-                    forms[form] = lambda launch=launch, ours=ours: ours(launch)
+        tried = {1: (5, 10, 20, 40), 8: (2, 5, 10, 20), 64: (1, 2, 4), 256: (1, 2)}[tokens]
+        for one in attention.BENCHED[::2] if everything else ():
+            for splits in tried:
+                launch = replace(one, splits=splits)
+                form = f"h{one.heads} k{one.keys} w{one.num_warps} s{one.num_stages} "
+                form += f"shares{one.shares} splits{splits}"
+                forms[form] = lambda launch=launch, ours=ours: ours(launch)
         forms["peer flash_mla legacy, 584-byte FP8 rows"] = lambda t=tokens, n=calls: flash_mla(
             t, n
         )
@@ -353,8 +347,71 @@ def store_part(bench: Bench, everything: bool) -> None:
             bench.compare("rotate_queries", shape, {"chosen": lambda c=calls: c}, moved)
 
 
+def chain_part(bench: Bench, everything: bool) -> None:
+    """A layer's launches one after the other: of a Reuse layer, and of one that selects."""
+    frequencies = rope_frequencies(1e4, 64, None).to(DEVICE)
+    ones = torch.ones(DIM, device=DEVICE).bfloat16()
+    sink = torch.zeros(HEADS, device=DEVICE)
+    for tokens, context in (
+        (1, 4096),
+        (1, 65536),
+        (1, 1 << 20),
+        (8, 65536),
+        (64, 4096),
+        (64, 65536),
+    ):
+        turn = rope_rotation(torch.arange(tokens, device=DEVICE), frequencies)
+        main = random_rows(1 << 20, 288, 256, (40, 56))
+        ring = random_rows(1 << 16, 528, 512, (118, 123))
+        keys = random_rows(tokens * context, 68, 64, (120, 128))
+        tables = torch.randperm(tokens * context // 64, device=DEVICE).view(tokens, -1)
+        visible = torch.full((tokens,), context, device=DEVICE)
+        blocks = (visible + 7) // 8
+        rows = torch.randperm(len(ring), device=DEVICE)[:tokens]
+        weights = torch.randn(tokens, INDEX_HEADS, device=DEVICE)
+
+        def random(*shape):
+            return torch.randn(*shape, device=DEVICE).bfloat16()
+
+        sets = []
+        for _ in range(16):
+            window = torch.randint(0, len(ring), (tokens, WINDOW), device=DEVICE)
+            entries = torch.randint(0, len(main), (tokens, TOPK), device=DEVICE)
+            inputs = random(tokens, DIM), random(tokens, HEADS, DIM)
+            sets.append((*inputs, random(tokens, INDEX_HEADS, INDEX_DIM), window, entries))
+
+        def attend(x, q, _, window, entries, overlap, turn=turn, ring=ring, main=main, rows=rows):
+            more = {"overlap": overlap}
+            rows_kernels.store_rows("window", x, ones, turn, ring, rows, 1e-20, None, q, **more)
+            attention.gather_attention(q, ring, window, main, entries, sink, turn, **more)
+
+        def full(x, q, index_q, window, entries, overlap, turn=turn, keys=keys, tables=tables,
+                 visible=visible, blocks=blocks, weights=weights, context=context):  # fmt: skip
+            more = {"overlap": overlap}
+            rows_kernels.rotate_queries(index_q, turn, True, **more)
+            scores, best = scoring.index_scores(
+                index_q, weights, keys, tables, visible, 64, context, **more
+            )
+            selection.select_topk_rows(best, blocks, 2048, **more)
+            chosen = selection.select_topk_rows(scores, visible, TOPK, **more)
+            selection.pool_rows(chosen, tables, 64, **more)
+
+        for name, layer in (("reuse layer", attend), ("selection of the pool's maker", full)):
+            forms = {
+                f"overlap={overlap}": lambda layer=layer, overlap=overlap, sets=sets: [
+                    lambda s=s: layer(*s, overlap) for s in sets
+                ]
+                for overlap in (False, True)
+            }
+            bench.compare(f"chain: {name}", {"T": tokens, "context": context}, forms, 0.0)
+        del keys, sets, main, ring
+        torch.cuda.empty_cache()
+
+
+# What a part is, and its share of the time.
 PARTS = {
-    "attention": attention_part, "scores": scores_part, "select": select_part, "store": store_part,
+    "chain": (chain_part, 15), "attention": (attention_part, 40), "scores": (scores_part, 20),
+    "select": (select_part, 15), "store": (store_part, 10),
 }  # fmt: skip
 
 
@@ -369,12 +426,14 @@ def main() -> int:
     torch.manual_seed(0)
     bench.say(**provenance())
     ceilings(bench)
-    share = options.limit_s / len(options.parts)
-    for number, part in enumerate(options.parts):
+    total = sum(PARTS[part][1] for part in options.parts)
+    spent = 0
+    for part in options.parts:
         # A slow part must not take the time of those behind it.
-        bench.limit_s = share * (number + 1)
+        spent += PARTS[part][1]
+        bench.limit_s = options.limit_s * spent / total
         try:
-            PARTS[part](bench, not options.chosen_only)
+            PARTS[part][0](bench, not options.chosen_only)
         except Exception:
             bench.say(part=part, failed=traceback.format_exc()[-1500:])
         torch.cuda.empty_cache()

@@ -140,12 +140,15 @@ def store_inputs(kind, tokens, dim, device, *, seed=0, exact=False, turning=16):
     return [y.to(device) for y in (x.bfloat16(), weight, turn, pool, rows)]
 
 
-def stored(form, kind, inputs):
-    """Return the pool and the latent after a form of `store_rows` ran on copies."""
+def stored(form, kind, inputs, heads=0):
+    """Return the pool, the latent and the queries after a form of `store_rows` ran on copies."""
     x, weight, turn, pool, rows = inputs
-    pool, latent = pool.clone(), torch.zeros_like(x)
-    form(kind, x, weight, turn, pool, rows, EPS, latent)
-    return pool, latent
+    pool, latent, queries = pool.clone(), torch.zeros_like(x), None
+    if heads:
+        g = generator(1)
+        queries = torch.randn(len(x), heads, x.shape[1], generator=g).bfloat16().to(x.device)
+    form(kind, x, weight, turn, pool, rows, EPS, latent, queries)
+    return pool, latent, queries
 
 
 def chain(forms, inputs, k, blocks=None):
@@ -161,3 +164,20 @@ class References:
     index_scores = staticmethod(refs.index_scores_ref)
     select = staticmethod(refs.select_topk_rows_ref)
     pool_rows = staticmethod(refs.pool_rows_ref)
+
+
+def group_inputs(tokens, dim, device, *, seed=0):
+    """Every third token closes its group; the rows of the others hold something to overwrite."""
+    g = generator(seed)
+    content, gate = torch.randn(2, tokens, dim, generator=g) * 3
+    open_rows = torch.randn(tokens + 3, 2, dim, generator=g) * 3
+    slots = torch.randperm(tokens + 3, generator=g)[:tokens]
+    closes = torch.arange(tokens) % 3 == 1
+    return [x.to(device) for x in (content, gate, open_rows, slots, closes)]
+
+
+def closed(form, inputs):
+    """Return the pooled rows and the open rows after a form of `close_groups` ran on copies."""
+    content, gate, open_rows, slots, closes = inputs
+    open_rows = open_rows.clone()
+    return form(content, gate, open_rows, slots, closes), open_rows

@@ -21,6 +21,7 @@ from finwhale.cache.paged_reads import (
     unpack_window,
 )
 from finwhale.ops import rounding
+from finwhale.ops.compress import pool_group
 from finwhale.ops.index import select_topk_ref
 from finwhale.ops.norm import rms_norm
 from finwhale.ops.rope import apply_rope
@@ -166,6 +167,7 @@ def store_rows_ref(
     rows: Tensor,
     eps: float,
     latent: Tensor | None = None,
+    queries: Tensor | None = None,
 ) -> None:
     """Write the packed row of each x: RMS norm, RoPE, rounding to the format of `kind`.
 
@@ -175,15 +177,18 @@ def store_rows_ref(
     rotation  [2, T, R/2] fp32
     pool      [E, bytes] uint8, written in place
     rows      [T] int64      rows of `pool`, no row twice; -1 writes nothing
-    latent    [T, D] bf16    if given, gets the normalised x before RoPE
+    latent    [T, D] bf16    if given, gets the normalised x before RoPE, of the rows written
+    queries   [T, H, D] bf16  if given, turned in place by the same rotation, all of them
 
     Sections 4.2, 4.3, 5.1 and 9.2 to 9.4.
     """
     normed = rms_norm(x, weight, eps)
     if latent is not None:
-        latent.copy_(normed)
+        latent[rows >= 0] = normed[rows >= 0]
     packed = _PACKERS[kind](apply_rope(normed, rotation), "fp4")
     pool[rows[rows >= 0]] = packed[rows >= 0]
+    if queries is not None:
+        rotate_queries_ref(queries, rotation, rounded=False)
 
 
 def rotate_queries_ref(q: Tensor, rotation: Tensor, rounded: bool) -> None:
@@ -193,3 +198,23 @@ def rotate_queries_ref(q: Tensor, rotation: Tensor, rounded: bool) -> None:
     """
     turned = apply_rope(q, rotation)
     q.copy_(rounding.round_index(turned) if rounded else turned)
+
+
+def close_groups_ref(
+    content: Tensor, gate: Tensor, open_rows: Tensor, slots: Tensor, closes: Tensor
+) -> Tensor:
+    """Return the pooled pair of each token that closes its group, and keep the others' rows.
+
+    content, gate  [T, D] fp32    this step's rows, one token per sequence, at ratio 2
+    open_rows      [S, 2, D] fp32  content and gate of each sequence's first token; in place
+    slots          [T] int64      row of `open_rows` of each token's sequence, no row twice
+    closes         [T] bool       whether the token is the second of its group
+    returns        [T, D] bf16    what the entry's norm reads; 0 where the group stays open
+
+    The pooled value is rounded to bf16 before its norm (D07). Section 4.3.
+    """
+    own = torch.stack((content, gate), dim=1)  # [T, 2, D]
+    pair = torch.stack((open_rows[slots], own), dim=2)  # [T, 2, r, D]
+    pooled = pool_group(pair[:, 0], pair[:, 1])
+    open_rows[slots[~closes]] = own[~closes]
+    return torch.where(closes.unsqueeze(-1), pooled, 0.0).bfloat16()

@@ -12,29 +12,25 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# Per pair of codes: sign to bit 15, the three magnitude bits to 8..6, which is the code's value
-# times 2^-126 (E2M1's subnormal becomes bf16's). Times 2^126, then times the scale: both exact.
+# What a plane is multiplied by; an exact power of two that the reader takes out of a sum again.
+PLANE_SHRINK = tl.constexpr(2.0**-64)
+PLANE_GROW = tl.constexpr(2.0**64)
+
+# Two codes at a time, 16 bits each. The multiplication copies a nibble to bits 9..6 and 15..12, and
+# the mask keeps its magnitude at 8..6 and its sign at 15: as bf16, the code's value times 2^-126
+# (the subnormal of one format becomes that of the other). One exact product adds the scale.
 _DECODE_FOUR_BYTES = tl.constexpr("""
 {
-.reg .b32 t, u, a, b, k;
-mov.b32 k, 0x7E807E80;
+.reg .b32 t, a;
 prmt.b32 t, $4, 0, 0x4140;
-shl.b32 a, t, 6;  shl.b32 b, t, 12;
-and.b32 a, a, 0x01C001C0;  and.b32 b, b, 0x80008000;  or.b32 a, a, b;
-mul.rn.bf16x2 a, a, k;
+and.b32 a, t, 0x000F000F;  mul.lo.u32 a, a, 0x1040;  and.b32 a, a, 0x81C081C0;
 mul.rn.bf16x2 $0, a, $5;
-shl.b32 a, t, 2;  shl.b32 b, t, 8;
-and.b32 a, a, 0x01C001C0;  and.b32 b, b, 0x80008000;  or.b32 a, a, b;
-mul.rn.bf16x2 a, a, k;
+and.b32 a, t, 0x00F000F0;  mul.lo.u32 a, a, 0x0104;  and.b32 a, a, 0x81C081C0;
 mul.rn.bf16x2 $2, a, $5;
-prmt.b32 u, $4, 0, 0x4342;
-shl.b32 a, u, 6;  shl.b32 b, u, 12;
-and.b32 a, a, 0x01C001C0;  and.b32 b, b, 0x80008000;  or.b32 a, a, b;
-mul.rn.bf16x2 a, a, k;
+prmt.b32 t, $4, 0, 0x4342;
+and.b32 a, t, 0x000F000F;  mul.lo.u32 a, a, 0x1040;  and.b32 a, a, 0x81C081C0;
 mul.rn.bf16x2 $1, a, $6;
-shl.b32 a, u, 2;  shl.b32 b, u, 8;
-and.b32 a, a, 0x01C001C0;  and.b32 b, b, 0x80008000;  or.b32 a, a, b;
-mul.rn.bf16x2 a, a, k;
+and.b32 a, t, 0x00F000F0;  mul.lo.u32 a, a, 0x0104;  and.b32 a, a, 0x81C081C0;
 mul.rn.bf16x2 $3, a, $6;
 }
 """)
@@ -63,36 +59,38 @@ def e4m3_value(code):
 
 @triton.jit
 def e2m1_planes(packed, scale, FAST: tl.constexpr):
-    """Return the even and the odd channels of bytes of E2M1 pairs, times their scale.
+    """Return the even and the odd channels of bytes of E2M1 pairs, times scale and PLANE_SHRINK.
 
-    packed  uint8, scale the same shape in fp32 with at most 8 significant bits; the planes are bf16
-    if FAST, else fp32
+    packed  uint8
+    scale   fp32 of the same shape with at most 8 significant bits, in 2^-60 to 2^65 or 0 or NaN;
+            a smaller one may give 0, a larger one infinity
+    The planes are bf16 if FAST, else fp32; both hold the values exactly.
     """
     if FAST:
         even, odd = tl.inline_asm_elementwise(
             asm=_DECODE_FOUR_BYTES,
             constraints="=&r,=&r,=&r,=&r,r,r,r",
-            args=[packed, scale.to(tl.bfloat16)],
+            args=[packed, (scale * 4611686018427387904.0).to(tl.bfloat16)],  # 2^(126 - 64)
             dtype=(tl.bfloat16, tl.bfloat16),
             is_pure=True,
             pack=4,
         )
     else:
         wide = packed.to(tl.int32)
-        even = e2m1_value(wide & 15) * scale
-        odd = e2m1_value(wide >> 4) * scale
+        even = e2m1_value(wide & 15) * (scale * PLANE_SHRINK)
+        odd = e2m1_value(wide >> 4) * (scale * PLANE_SHRINK)
     return even, odd
 
 
 @triton.jit
 def e4m3_planes(pairs, scale, FAST: tl.constexpr):
-    """Return the even and the odd channels of two E4M3 codes per int16, times their scale (fp32).
+    """Return the even and the odd channels of two E4M3 codes per int16, times their scale.
 
-    Four significant bits and a power of two: exact in bf16, which the planes are if FAST.
+    As `e2m1_planes`; the scale is a power of two above 2^-50.
     """
     wide = pairs.to(tl.int32)
-    even = e4m3_value((wide & 255).to(tl.uint8)) * scale
-    odd = e4m3_value(((wide >> 8) & 255).to(tl.uint8)) * scale
+    even = e4m3_value((wide & 255).to(tl.uint8)) * (scale * PLANE_SHRINK)
+    odd = e4m3_value(((wide >> 8) & 255).to(tl.uint8)) * (scale * PLANE_SHRINK)
     if FAST:
         even = even.to(tl.bfloat16)
         odd = odd.to(tl.bfloat16)

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from finwhale.decode_kernels.formats import (
+    PLANE_GROW,
     bf16_bits,
     bf16_planes,
     bf16_rounded,
@@ -27,7 +28,12 @@ from finwhale.decode_kernels.formats import (
     e4m3_value,
     ue8m0_value,
 )
-from finwhale.decode_kernels.launch import is_interpreted, launch_for
+from finwhale.decode_kernels.launch import (
+    is_interpreted,
+    launch_for,
+    overlap_options,
+    wait_for_earlier,
+)
 
 _LOG2_E = 1.4426950408889634
 
@@ -38,44 +44,100 @@ class GatherAttentionUnsupportedError(ValueError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionLaunch:
-    """Heads and slots of a program, stretches of a query, and how the programs are compiled."""
+    """Heads and slots of a program, stretches of a query, and how the programs are compiled.
+
+    With shares=2, two programs make the same scores and each sums half of the channels.
+    """
 
     heads: int
     keys: int
     splits: int
     num_warps: int
     num_stages: int = 2
+    shares: int = 1
 
 
 # From which T on a launch serves, and the one that serves every T alike.
 _LAUNCHES = {
     "any": {
-        64: AttentionLaunch(heads=64, keys=32, splits=2, num_warps=8),
-        8: AttentionLaunch(heads=64, keys=32, splits=5, num_warps=8),
-        1: AttentionLaunch(heads=16, keys=32, splits=10, num_warps=4),
+        256: AttentionLaunch(heads=64, keys=32, splits=1, num_warps=4, shares=2),
+        64: AttentionLaunch(heads=64, keys=32, splits=2, num_warps=4, shares=2),
+        8: AttentionLaunch(heads=64, keys=32, splits=10, num_warps=4, shares=2),
+        1: AttentionLaunch(heads=64, keys=32, splits=20, num_warps=4, shares=2),
     },
 }
-_INVARIANT = {"any": AttentionLaunch(heads=32, keys=32, splits=5, num_warps=4)}
+_INVARIANT = {"any": AttentionLaunch(heads=64, keys=32, splits=5, num_warps=4, shares=2)}
 
 # What `bench/gpu_decode_attention.py` times, and the compiled tests run.
 BENCHED = tuple(
-    AttentionLaunch(heads=heads, keys=keys, splits=splits, num_warps=warps, num_stages=stages)
-    for heads, keys, warps, stages in (
-        (16, 32, 4, 2), (16, 32, 8, 2), (32, 32, 4, 2), (32, 32, 8, 2), (32, 64, 8, 2),
-        (64, 32, 8, 1), (64, 32, 8, 2), (64, 64, 8, 2),
+    AttentionLaunch(
+        heads=heads, keys=keys, splits=splits, num_warps=warps, num_stages=stages, shares=shares
+    )
+    for heads, keys, warps, stages, shares in (
+        (16, 16, 4, 1, 1), (16, 32, 4, 2, 1), (16, 32, 8, 2, 1), (16, 32, 4, 2, 2),
+        (32, 32, 4, 2, 1), (32, 32, 8, 2, 1), (32, 32, 4, 2, 2), (64, 32, 8, 2, 1),
+        (64, 64, 8, 2, 1), (64, 16, 4, 1, 2), (64, 32, 4, 1, 2), (64, 32, 4, 2, 2),
     )
     for splits in (1, 5)
 )  # fmt: skip
 
 
 @triton.jit
+def _window_planes(
+    ring_ptr, ring_scale_ptr, row, keep, share,
+    HALF: tl.constexpr, OWN: tl.constexpr, KEYS: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """Return a share of the channel pairs of window rows as two planes [KEYS, OWN]."""
+    WORD: tl.constexpr = HALF + HALF // 32  # int16 words of a row; 16 pairs have one scale
+    group, pair = tl.arange(0, OWN // 16)[None, :, None], tl.arange(0, 16)[None, None, :]
+    first = share * OWN
+    at = row * WORD + first + group * 16 + pair
+    pairs = tl.load(ring_ptr + at, mask=keep, other=0)
+    at = row * (2 * WORD) + 2 * HALF + first // 16 + group
+    scale = tl.load(ring_scale_ptr + at, mask=keep, other=0)
+    even, odd = e4m3_planes(pairs, ue8m0_value(scale), FAST)
+    return tl.reshape(even, [KEYS, OWN]), tl.reshape(odd, [KEYS, OWN])
+
+
+@triton.jit
+def _entry_planes(
+    main_ptr, row, keep, share,
+    HALF: tl.constexpr, OWN: tl.constexpr, KEYS: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """Return a share of the channel pairs of entries as two planes [KEYS, OWN]."""
+    ENTRY: tl.constexpr = HALF + HALF // 8  # bytes of a row; 8 pairs have one scale
+    group, pair = tl.arange(0, OWN // 8)[None, :, None], tl.arange(0, 8)[None, None, :]
+    first = share * OWN
+    # An empty slot's codes are some row's, which are finite whatever they are; its scale is 0.
+    codes = tl.load(main_ptr + row * ENTRY + first + group * 8 + pair)
+    scale = tl.load(main_ptr + row * ENTRY + HALF + first // 8 + group, mask=keep, other=0)
+    scale = tl.broadcast_to(e4m3_value(scale), [KEYS, OWN // 8, 8])
+    even, odd = e2m1_planes(codes, scale, FAST)
+    return tl.reshape(even, [KEYS, OWN]), tl.reshape(odd, [KEYS, OWN])
+
+
+@triton.jit
+def _query_planes(
+    q_ptr, t, heads, share, H: tl.constexpr, HALF: tl.constexpr, OWN: tl.constexpr,
+    FAST: tl.constexpr,
+):  # fmt: skip
+    channel = share * OWN + tl.arange(0, OWN)
+    at = (t * H + heads[:, None]) * HALF + channel[None, :]
+    return bf16_planes(tl.load(q_ptr + at, mask=(heads < H)[:, None], other=0), FAST)
+
+
+@triton.jit
+def _add_scores(scores, q_even, q_odd, even, odd):
+    scores = tl.dot(q_even, tl.trans(even), acc=scores, input_precision="ieee")
+    return tl.dot(q_odd, tl.trans(odd), acc=scores, input_precision="ieee")
+
+
+@triton.jit
 def _online_step(
-    q_even, q_odd, even, odd, seen, factor, top, total, sum_even, sum_odd, FAST: tl.constexpr
+    scores, even, odd, seen, factor, top, total, sum_even, sum_odd, FAST: tl.constexpr
 ):
-    """Add a tile of keys to the running softmax; scores are in powers of two."""
-    scores = tl.dot(q_even, tl.trans(even), input_precision="ieee")
-    scores = tl.dot(q_odd, tl.trans(odd), acc=scores, input_precision="ieee")
-    scores = tl.where(seen[None, :], scores * factor, float("-inf"))
+    """Add a tile of keys to the running softmax; scores [HEADS, KEYS] are in powers of two."""
+    scores = tl.where(seen[None, :], scores * (factor * PLANE_GROW), float("-inf"))
     new_top = tl.maximum(top, tl.max(scores, 1))
     # A head that has seen nothing keeps top = -inf; 0 in its place keeps the exponents from NaN.
     shift = tl.where(new_top == float("-inf"), 0.0, new_top)
@@ -100,7 +162,7 @@ def _finish(
     shift = tl.where(is_blind, 0.0, tl.maximum(top, sink))
     decay = tl.where(is_blind, 0.0, tl.exp2(top - shift))
     total = tl.where(is_blind, 1.0, total * decay + tl.exp2(sink - shift))
-    share = (decay / total)[:, None]
+    share = (decay / total * PLANE_GROW)[:, None]
     even, odd = sum_even * share, sum_odd * share
     if R2 > 0:
         even, odd = bf16_rounded(even), bf16_rounded(odd)
@@ -119,60 +181,64 @@ def _split_kernel(
     q_ptr, ring_ptr, ring_scale_ptr, window_ptr, main_ptr, entry_ptr, sink_ptr, rotation_ptr,
     out_ptr, sums_ptr, stats_ptr, T, W, K, factor,
     H: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, KEYS: tl.constexpr,
-    R2: tl.constexpr, IS_WHOLE: tl.constexpr, FAST: tl.constexpr,
+    SHARES: tl.constexpr, R2: tl.constexpr, IS_WHOLE: tl.constexpr, FAST: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    WORD: tl.constexpr = HALF + HALF // 32  # int16 words of a window row
-    ENTRY: tl.constexpr = HALF + HALF // 8  # bytes of an entry
+    """Sum HEADS heads of a query over a stretch of slots, for all channels or every SHARES-th part.
+
+    With two shares a program reads all channels for its scores and adds up half of them.
+    """
+    wait_for_earlier(OVERLAP)
+    OWN: tl.constexpr = HALF // SHARES
     split, splits, t = tl.program_id(0), tl.num_programs(0), tl.program_id(2).to(tl.int64)
-    heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    channel = tl.arange(0, HALF)
+    share = tl.program_id(1) % SHARES
+    heads = tl.program_id(1) // SHARES * HEADS + tl.arange(0, HEADS)
     key = tl.arange(0, KEYS)
-    at = (t * H + heads[:, None]) * HALF + channel[None, :]
-    q_even, q_odd = bf16_planes(tl.load(q_ptr + at, mask=(heads < H)[:, None], other=0), FAST)
+    q_even, q_odd = _query_planes(q_ptr, t, heads, share, H, HALF, OWN, FAST)
+    if SHARES == 2:
+        other_even, other_odd = _query_planes(q_ptr, t, heads, 1 - share, H, HALF, OWN, FAST)
     top = tl.full([HEADS], float("-inf"), tl.float32)
     total = tl.zeros([HEADS], tl.float32)
-    sum_even = tl.zeros([HEADS, HALF], tl.float32)
-    sum_odd = tl.zeros([HEADS, HALF], tl.float32)
+    sum_even = tl.zeros([HEADS, OWN], tl.float32)
+    sum_odd = tl.zeros([HEADS, OWN], tl.float32)
     window_tiles = (W + KEYS - 1) // KEYS
     tiles = window_tiles + (K + KEYS - 1) // KEYS
     first, last = split * tiles // splits, (split + 1) * tiles // splits
-    # Groups of 32 channels in a window row, of 16 in an entry: that many pairs share a scale.
-    wide, narrow = tl.arange(0, HALF // 16), tl.arange(0, HALF // 8)
-    in_wide, in_narrow = tl.arange(0, 16), tl.arange(0, 8)
     for tile in range(first, tl.minimum(last, window_tiles)):
         slot = tile * KEYS + key
         index = tl.load(window_ptr + t * W + slot, mask=slot < W, other=-1)
         seen = index >= 0
         row = tl.where(seen, index, 0).to(tl.int64)[:, None, None]
         keep = seen[:, None, None]
-        pairs = tl.load(
-            ring_ptr + row * WORD + wide[None, :, None] * 16 + in_wide[None, None, :],
-            mask=keep, other=0,
-        )  # fmt: skip
-        scale = tl.load(
-            ring_scale_ptr + row * (2 * WORD) + 2 * HALF + wide[None, :, None], mask=keep, other=0
+        even, odd = _window_planes(
+            ring_ptr, ring_scale_ptr, row, keep, share, HALF, OWN, KEYS, FAST
         )
-        even, odd = e4m3_planes(pairs, ue8m0_value(scale), FAST)
+        scores = _add_scores(tl.zeros([HEADS, KEYS], tl.float32), q_even, q_odd, even, odd)
+        if SHARES == 2:
+            more_even, more_odd = _window_planes(
+                ring_ptr, ring_scale_ptr, row, keep, 1 - share, HALF, OWN, KEYS, FAST
+            )
+            scores = _add_scores(scores, other_even, other_odd, more_even, more_odd)
         top, total, sum_even, sum_odd = _online_step(
-            q_even, q_odd, tl.reshape(even, [KEYS, HALF]), tl.reshape(odd, [KEYS, HALF]),
-            seen, factor, top, total, sum_even, sum_odd, FAST,
-        )  # fmt: skip
+            scores, even, odd, seen, factor, top, total, sum_even, sum_odd, FAST
+        )
     for tile in range(tl.maximum(first, window_tiles), last):
         slot = (tile - window_tiles) * KEYS + key
         index = tl.load(entry_ptr + t * K + slot, mask=slot < K, other=-1)
         seen = index >= 0
-        row = main_ptr + tl.where(seen, index, 0).to(tl.int64)[:, None, None] * ENTRY
+        row = tl.where(seen, index, 0).to(tl.int64)[:, None, None]
         keep = seen[:, None, None]
-        codes = tl.load(
-            row + narrow[None, :, None] * 8 + in_narrow[None, None, :], mask=keep, other=0
-        )
-        scale = tl.load(row + HALF + narrow[None, :, None], mask=keep, other=0)
-        scale = tl.broadcast_to(e4m3_value(scale), [KEYS, HALF // 8, 8])
-        even, odd = e2m1_planes(codes, scale, FAST)
+        even, odd = _entry_planes(main_ptr, row, keep, share, HALF, OWN, KEYS, FAST)
+        scores = _add_scores(tl.zeros([HEADS, KEYS], tl.float32), q_even, q_odd, even, odd)
+        if SHARES == 2:
+            more_even, more_odd = _entry_planes(
+                main_ptr, row, keep, 1 - share, HALF, OWN, KEYS, FAST
+            )
+            scores = _add_scores(scores, other_even, other_odd, more_even, more_odd)
         top, total, sum_even, sum_odd = _online_step(
-            q_even, q_odd, tl.reshape(even, [KEYS, HALF]), tl.reshape(odd, [KEYS, HALF]),
-            seen, factor, top, total, sum_even, sum_odd, FAST,
-        )  # fmt: skip
+            scores, even, odd, seen, factor, top, total, sum_even, sum_odd, FAST
+        )
+    channel = share * OWN + tl.arange(0, OWN)
     if IS_WHOLE:
         _finish(
             top, total, sum_even, sum_odd, sink_ptr, rotation_ptr, out_ptr, t, T, heads, channel,
@@ -181,8 +247,9 @@ def _split_kernel(
     else:
         part = t * splits + split
         at = (part * H + heads) * 2
-        tl.store(stats_ptr + at, top, mask=heads < H)
-        tl.store(stats_ptr + at + 1, total, mask=heads < H)
+        if share == 0:
+            tl.store(stats_ptr + at, top, mask=heads < H)
+            tl.store(stats_ptr + at + 1, total, mask=heads < H)
         at = at[:, None] * HALF + channel[None, :]
         tl.store(sums_ptr + at, sum_even, mask=(heads < H)[:, None])
         tl.store(sums_ptr + at + HALF, sum_odd, mask=(heads < H)[:, None])
@@ -191,31 +258,29 @@ def _split_kernel(
 @triton.jit
 def _combine_kernel(
     sums_ptr, stats_ptr, sink_ptr, rotation_ptr, out_ptr, T, splits,
-    H: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, R2: tl.constexpr,
+    H: tl.constexpr, HALF: tl.constexpr, SPLITS: tl.constexpr, R2: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Add the stretches of a query in their order."""
+    """Add the stretches of one head; all are loaded at once, so their latencies overlap."""
+    wait_for_earlier(OVERLAP)
     t = tl.program_id(1).to(tl.int64)
-    heads = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
-    channel = tl.arange(0, HALF)
-    keep = heads < H
-    top = tl.full([HEADS], float("-inf"), tl.float32)
-    for split in range(splits):
-        at = ((t * splits + split) * H + heads) * 2
-        top = tl.maximum(top, tl.load(stats_ptr + at, mask=keep, other=float("-inf")))
-    shift = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.zeros([HEADS], tl.float32)
-    sum_even = tl.zeros([HEADS, HALF], tl.float32)
-    sum_odd = tl.zeros([HEADS, HALF], tl.float32)
-    for split in range(splits):
-        at = ((t * splits + split) * H + heads) * 2
-        share = tl.exp2(tl.load(stats_ptr + at, mask=keep, other=float("-inf")) - shift)
-        total += share * tl.load(stats_ptr + at + 1, mask=keep, other=0.0)
-        place = sums_ptr + at[:, None] * HALF + channel[None, :]
-        sum_even += share[:, None] * tl.load(place, mask=keep[:, None], other=0.0)
-        sum_odd += share[:, None] * tl.load(place + HALF, mask=keep[:, None], other=0.0)
+    heads = tl.program_id(0) + tl.arange(0, 1)
+    split, channel = tl.arange(0, SPLITS), tl.arange(0, HALF)
+    keep = split < splits
+    at = ((t * splits + split) * H + tl.program_id(0)) * 2
+    tops = tl.load(stats_ptr + at, mask=keep, other=float("-inf"))
+    totals = tl.load(stats_ptr + at + 1, mask=keep, other=0.0)
+    place = sums_ptr + at[:, None] * HALF + channel[None, :]
+    even = tl.load(place, mask=keep[:, None], other=0.0)
+    odd = tl.load(place + HALF, mask=keep[:, None], other=0.0)
+    top = tl.max(tops, 0)
+    share = tl.exp2(tops - tl.where(top == float("-inf"), 0.0, top))
+    total = tl.sum(share * totals, 0)
+    even = tl.sum(share[:, None] * even, 0)
+    odd = tl.sum(share[:, None] * odd, 0)
     _finish(
-        top, total, sum_even, sum_odd, sink_ptr, rotation_ptr, out_ptr, t, T, heads, channel,
-        H, HALF, R2,
+        top + tl.zeros([1], tl.float32), total + tl.zeros([1], tl.float32), even[None, :],
+        odd[None, :], sink_ptr, rotation_ptr, out_ptr, t, T, heads, channel, H, HALF, R2,
     )  # fmt: skip
 
 
@@ -257,6 +322,7 @@ def gather_attention(
     rotation: Tensor | None = None,
     *,
     invariant: bool = False,
+    overlap: bool = False,
     launch: AttentionLaunch | None = None,
 ) -> Tensor:
     """Return [T, H, D] bf16; the contract of `attention_refs.gather_attention_ref`.
@@ -282,18 +348,19 @@ def gather_attention(
     turn = sink if rotation is None else rotation
     words = out.view(torch.int32)
     sizes = {"H": heads, "HALF": dim // 2, "R2": half_turn}
+    sizes |= overlap_options(overlap, q.device)
     tile_heads = min(launch.heads, max(16, triton.next_power_of_2(heads)))
-    _split_kernel[(splits, -(-heads // tile_heads), tokens)](
+    _split_kernel[(splits, -(-heads // tile_heads) * launch.shares, tokens)](
         q.contiguous().view(torch.int32), ring.view(torch.int16), ring,
         window_index, ring if main is None else main, entry_index, sink, turn,
         words, sums, stats, tokens, width, chosen, dim**-0.5 * _LOG2_E,
-        HEADS=tile_heads, KEYS=launch.keys, IS_WHOLE=splits == 1,
+        HEADS=tile_heads, KEYS=launch.keys, IS_WHOLE=splits == 1, SHARES=launch.shares,
         FAST=not is_interpreted(_split_kernel),
         num_warps=launch.num_warps, num_stages=launch.num_stages, **sizes,
     )  # fmt: skip
     if splits > 1:
-        block = 2 if tokens <= 8 else 4
-        _combine_kernel[(-(-heads // block), tokens)](
-            sums, stats, sink, turn, words, tokens, splits, HEADS=block, num_warps=4, **sizes
-        )
+        _combine_kernel[(heads, tokens)](
+            sums, stats, sink, turn, words, tokens, splits,
+            SPLITS=triton.next_power_of_2(splits), num_warps=4, **sizes,
+        )  # fmt: skip
     return out

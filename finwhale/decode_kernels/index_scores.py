@@ -17,8 +17,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from finwhale.decode_kernels.formats import bf16_planes, e2m1_planes, ue8m0_value
-from finwhale.decode_kernels.launch import is_interpreted, launch_for
+from finwhale.decode_kernels.formats import PLANE_GROW, bf16_planes, e2m1_planes, ue8m0_value
+from finwhale.decode_kernels.launch import (
+    is_interpreted,
+    launch_for,
+    overlap_options,
+    wait_for_earlier,
+)
 
 
 class IndexScoresUnsupportedError(ValueError):
@@ -40,18 +45,22 @@ _LAUNCHES = {"any": ScoresLaunch(keys=128, programs=132 * 4, num_warps=4)}
 # What `bench/gpu_decode_attention.py` times, and the compiled tests run.
 BENCHED = tuple(
     ScoresLaunch(keys=keys, programs=132 * each, num_warps=warps, num_stages=stages)
-    for keys, warps, stages in ((64, 4, 2), (128, 4, 2), (128, 4, 3), (128, 8, 2), (256, 8, 2))
-    for each in (2, 4, 8)
-)
+    for keys, warps, stages in (
+        (64, 4, 1), (64, 4, 2), (128, 4, 1), (128, 4, 2), (128, 8, 1), (256, 8, 1), (256, 8, 2)
+    )
+    for each in (3, 6)
+)  # fmt: skip
 
 
 @triton.jit
 def _scores_kernel(
     q_ptr, weights_ptr, keys_ptr, tables_ptr, visible_ptr, blocks_ptr, scores_ptr, best_ptr,
-    M, NB, P, EPB,
+    M, NB, P,
     HI: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, KEYS: tl.constexpr,
-    BLOCK: tl.constexpr, POOL: tl.constexpr, BEST: tl.constexpr, FAST: tl.constexpr,
+    EPB: tl.constexpr, BLOCK: tl.constexpr, POOL: tl.constexpr, BEST: tl.constexpr,
+    FAST: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    wait_for_earlier(OVERLAP)
     ROW: tl.constexpr = HALF + HALF // 16
     t = tl.program_id(1).to(tl.int64)
     head, channel = tl.arange(0, HEADS), tl.arange(0, HALF)
@@ -59,7 +68,7 @@ def _scores_kernel(
     at = (t * HI + head[:, None]) * HALF + channel[None, :]
     q_even, q_odd = bf16_planes(tl.load(q_ptr + at, mask=(head < HI)[:, None], other=0), FAST)
     q_even, q_odd = tl.trans(q_even), tl.trans(q_odd)  # [HALF, HEADS]
-    weights = tl.load(weights_ptr + t * HI + head, mask=head < HI, other=0.0)
+    weights = tl.load(weights_ptr + t * HI + head, mask=head < HI, other=0.0) * PLANE_GROW
     visible = tl.load(visible_ptr + t).to(tl.int32)
     length = M if POOL else tl.minimum(visible, M)
     newest = (visible - 1) // BLOCK
@@ -73,12 +82,10 @@ def _scores_kernel(
         seen = (column < M) & (entry >= 0) & (entry < visible)
         safe = tl.where(seen, entry, 0)
         block = tl.load(tables_ptr + t * NB + safe // EPB, mask=seen, other=0).to(tl.int64)
+        # What is not seen reads some row; its score is replaced below.
         row = keys_ptr + (block * EPB + safe % EPB)[:, None, None] * ROW
-        keep = seen[:, None, None]
-        codes = tl.load(
-            row + group[None, :, None] * 16 + in_group[None, None, :], mask=keep, other=0
-        )
-        scale = tl.load(row + HALF + group[None, :, None], mask=keep, other=0)
+        codes = tl.load(row + group[None, :, None] * 16 + in_group[None, None, :])
+        scale = tl.load(row + HALF + group[None, :, None])
         scale = tl.broadcast_to(ue8m0_value(scale), [KEYS, HALF // 16, 16])
         even, odd = e2m1_planes(codes, scale, FAST)
         dots = tl.dot(tl.reshape(even, [KEYS, HALF]), q_even, input_precision="ieee")
@@ -124,6 +131,7 @@ def index_scores(
     pool_block_size: int = 8,
     *,
     want_best: bool = True,
+    overlap: bool = False,
     launch: ScoresLaunch | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return scores [T, M] and block bests; the contract of `attention_refs.index_scores_ref`.
@@ -146,10 +154,11 @@ def index_scores(
     _scores_kernel[(programs, tokens)](
         q.contiguous().view(torch.int32), weights.contiguous(), keys, tables, visible,
         pool_blocks if is_pool else tables, scores, best,
-        num_columns, tables.shape[1], pool_blocks.shape[1] if is_pool else 0, entries_per_block,
+        num_columns, tables.shape[1], pool_blocks.shape[1] if is_pool else 0,
         HI=heads, HEADS=max(16, triton.next_power_of_2(heads)), HALF=dim // 2, KEYS=launch.keys,
-        BLOCK=pool_block_size, POOL=is_pool, BEST=want_best,
+        EPB=entries_per_block, BLOCK=pool_block_size, POOL=is_pool, BEST=want_best,
         FAST=not is_interpreted(_scores_kernel),
         num_warps=launch.num_warps, num_stages=launch.num_stages,
+        **overlap_options(overlap, q.device),
     )  # fmt: skip
     return scores, best

@@ -14,6 +14,8 @@ from typing import TypeVar
 
 import torch
 import triton
+import triton.language as tl
+from triton.language.extra import cuda
 
 Launch = TypeVar("Launch")
 
@@ -36,3 +38,22 @@ def launch_for(table: Mapping[str, Launch], device: torch.device) -> Launch:
 def is_interpreted(kernel) -> bool:
     """Return whether a kernel was made for Triton's interpreter, which runs on a CPU."""
     return not isinstance(kernel, triton.runtime.JITFunction)
+
+
+@triton.jit
+def wait_for_earlier(OVERLAP: tl.constexpr):
+    """Let the next kernel come up, then wait until all earlier ones have written their results.
+
+    With OVERLAP (and the launch option `launch_pdl`) a kernel's start hides behind the end of the
+    one before. Each program calls this once, before it reads or writes what another kernel touches;
+    what no kernel of a step writes, weights for instance, may be read earlier.
+    """
+    if OVERLAP:
+        cuda.gdc_launch_dependents()
+        cuda.gdc_wait()
+
+
+def overlap_options(overlap: bool, device: torch.device) -> dict[str, bool]:
+    """Return the launch options of a kernel that calls `wait_for_earlier`."""
+    able = overlap and device_family(device) in ("hopper", "blackwell")
+    return {"OVERLAP": able, "launch_pdl": able} if able else {"OVERLAP": False}

@@ -18,7 +18,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from finwhale.decode_kernels.launch import is_interpreted, launch_for
+from finwhale.decode_kernels.launch import (
+    is_interpreted,
+    launch_for,
+    overlap_options,
+    wait_for_earlier,
+)
 
 
 class SelectTopkUnsupportedError(ValueError):
@@ -33,13 +38,8 @@ class SelectLaunch:
     num_warps: int
 
 
-# By k: a stretch should be many times k, or it hardly thins its row.
-_LAUNCHES = {
-    "any": {
-        0: SelectLaunch(stretch=16384, num_warps=16),
-        513: SelectLaunch(stretch=16384, num_warps=16),
-    },
-}
+# The longest stretch; a row of fewer scores gets one of its own length.
+_LAUNCHES = {"any": SelectLaunch(stretch=16384, num_warps=16)}
 # What `bench/gpu_decode_attention.py` times, and the compiled tests run.
 BENCHED = tuple(
     SelectLaunch(stretch=stretch, num_warps=warps)
@@ -71,8 +71,10 @@ def _level_length(length, K, LEVEL: tl.constexpr, STRETCH: tl.constexpr):
 def _stretch_kernel(
     scores_ptr, index_ptr, lengths_ptr, out_scores_ptr, out_index_ptr, N, capacity, K,
     STRETCH: tl.constexpr, SLOTS: tl.constexpr, LEVEL: tl.constexpr, FINAL: tl.constexpr,
+    ALIGNED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Write the K best of a stretch in order of position, then empty slots."""
+    wait_for_earlier(OVERLAP)
     chunk, t = tl.program_id(0), tl.program_id(1).to(tl.int64)
     length = tl.minimum(tl.load(lengths_ptr + t), capacity).to(tl.int32)
     length = _level_length(tl.maximum(length, 0), K, LEVEL, STRETCH)
@@ -81,7 +83,9 @@ def _stretch_kernel(
     if FINAL or (start < length):
         place = start + tl.arange(0, STRETCH)
         inside = place < length
-        score = tl.load(scores_ptr + t * N + place, mask=inside, other=float("-inf"))
+        # Rows of a multiple of 16 can be read to the next such border, four scores at a time.
+        border = (length + 15) // 16 * 16 if ALIGNED else length
+        score = tl.load(scores_ptr + t * N + place, mask=place < border, other=float("-inf"))
         key = tl.where(inside, _ordered(score), _NEVER)
         possible = key > _MINUS_INFINITY
         low = _MINUS_INFINITY + 1
@@ -136,8 +140,22 @@ def select_topk_rows_unsupported(scores: Tensor, k: int) -> str | None:
     return None
 
 
+def select_launch(capacity: int, k: int, device: torch.device) -> SelectLaunch:
+    """Return the launch for rows of `capacity` scores on a device."""
+    longest = launch_for(_LAUNCHES, device)
+    stretch = max(triton.next_power_of_2(capacity), triton.next_power_of_2(2 * k), 1024)
+    if stretch >= longest.stretch:
+        return longest
+    return SelectLaunch(stretch=stretch, num_warps=max(4, min(longest.num_warps, stretch >> 9)))
+
+
 def select_topk_rows(
-    scores: Tensor, lengths: Tensor, k: int, *, launch: SelectLaunch | None = None
+    scores: Tensor,
+    lengths: Tensor,
+    k: int,
+    *,
+    overlap: bool = False,
+    launch: SelectLaunch | None = None,
 ) -> Tensor:
     """Return [T, k] int64; the contract of `attention_refs.select_topk_rows_ref`."""
     reason = select_topk_rows_unsupported(scores, k)
@@ -147,34 +165,36 @@ def select_topk_rows(
     out = torch.empty(tokens, k, dtype=torch.int64, device=scores.device)
     if not out.numel():
         return out
-    if launch is None:
-        table = launch_for(_LAUNCHES, scores.device)
-        launch = table[max(least for least in table if least <= k)]
+    launch = launch or select_launch(capacity, k, scores.device)
     stretch = launch.stretch
     assert 2 * k <= stretch <= 1 << 15
     scores = scores.contiguous()
     index, width, level = out, capacity, 0
     sizes = {"STRETCH": stretch, "SLOTS": triton.next_power_of_2(k), "num_warps": launch.num_warps}
+    sizes |= overlap_options(overlap, scores.device)
     while width > stretch:
         chunks = -(-width // stretch)
         kept = torch.empty(tokens, chunks * k, dtype=torch.float32, device=scores.device)
         kept_index = torch.empty(tokens, chunks * k, dtype=torch.int32, device=scores.device)
         _stretch_kernel[(chunks, tokens)](
             scores, index, lengths, kept, kept_index, width, capacity, k,
-            LEVEL=level, FINAL=False, **sizes,
+            LEVEL=level, FINAL=False, ALIGNED=width % 16 == 0, **sizes,
         )  # fmt: skip
         scores, index, width, level = kept, kept_index, chunks * k, level + 1
     _stretch_kernel[(1, tokens)](
-        scores, index, lengths, scores, out, width, capacity, k, LEVEL=level, FINAL=True, **sizes
-    )
+        scores, index, lengths, scores, out, width, capacity, k,
+        LEVEL=level, FINAL=True, ALIGNED=width % 16 == 0, **sizes,
+    )  # fmt: skip
     return out
 
 
 @triton.jit
 def _pool_rows_kernel(
-    chosen_ptr, tables_ptr, blocks_ptr, out_ptr, K, NB, P, EPB,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, POOL: tl.constexpr,
+    chosen_ptr, tables_ptr, blocks_ptr, out_ptr, K, NB, P,
+    EPB: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, POOL: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    wait_for_earlier(OVERLAP)
     t = tl.program_id(0).to(tl.int64)
     slot = tl.arange(0, WIDTH)
     chosen = tl.load(chosen_ptr + t * K + slot, mask=slot < K, other=-1)
@@ -194,6 +214,8 @@ def pool_rows(
     entries_per_block: int,
     pool_blocks: Tensor | None = None,
     pool_block_size: int = 8,
+    *,
+    overlap: bool = False,
 ) -> Tensor:
     """Return [T, K] int64; the contract of `attention_refs.pool_rows_ref`."""
     out = torch.empty_like(chosen)
@@ -201,7 +223,8 @@ def pool_rows(
         is_pool = pool_blocks is not None
         _pool_rows_kernel[(chosen.shape[0],)](
             chosen, tables, pool_blocks if is_pool else tables, out, chosen.shape[1],
-            tables.shape[1], pool_blocks.shape[1] if is_pool else 0, entries_per_block,
+            tables.shape[1], pool_blocks.shape[1] if is_pool else 0, EPB=entries_per_block,
             WIDTH=triton.next_power_of_2(chosen.shape[1]), BLOCK=pool_block_size, POOL=is_pool,
+            **overlap_options(overlap, chosen.device),
         )  # fmt: skip
     return out

@@ -1,7 +1,8 @@
 """The rows that a decode step writes: RMS norm, RoPE, rounding and the scatter, in one launch each.
 
 One program per row; window KV, main entries and index keys differ in format alone. Queries are
-turned (and index queries rounded) in place by a second kernel. Values are rounded to bf16 where the
+turned (and index queries rounded) in place by a second kernel; a third closes or keeps the groups
+of ratio 2. Values are rounded to bf16 where the
 release has bf16 between its modules, so codes equal those of the reference unless the sum of the
 norm, taken in another order, moves a value across a boundary. The easy mistake: a value that is not
 finite has no code; `finite` remembers the row, as nothing can be raised here.
@@ -26,10 +27,11 @@ from finwhale.decode_kernels.formats import (
     e4m3_value,
     ue8m0_value,
 )
-from finwhale.decode_kernels.launch import is_interpreted
+from finwhale.decode_kernels.launch import is_interpreted, overlap_options, wait_for_earlier
 
 _FORMATS = {"window": 0, "entry": 1, "index_key": 2}
 _GROUPS = {"window": 32, "entry": 16, "index_key": 32}
+_TURNED_HEADS = 16
 
 
 class StoreRowsUnsupportedError(ValueError):
@@ -71,55 +73,13 @@ def _group_scale(even, odd, FORMAT: tl.constexpr, GROUPS: tl.constexpr, PAIRS: t
 
 
 @triton.jit
-def _store_kernel(
-    x_ptr, weight_ptr, rotation_ptr, pool_ptr, rows_ptr, latent_ptr, finite_ptr, T, eps,
-    HALF: tl.constexpr, R2: tl.constexpr, FORMAT: tl.constexpr, PAIRS: tl.constexpr,
-    HAS_LATENT: tl.constexpr, HAS_FINITE: tl.constexpr,
-):  # fmt: skip
-    GROUPS: tl.constexpr = HALF // PAIRS
-    t = tl.program_id(0).to(tl.int64)
-    row = tl.load(rows_ptr + t)
-    if row >= 0:
-        pair = tl.arange(0, HALF)
-        even, odd = bf16_planes(tl.load(x_ptr + t * HALF + pair), False)
-        w_even, w_odd = bf16_planes(tl.load(weight_ptr + pair), False)
-        mean = tl.sum(even * even + odd * odd, 0) / (2 * HALF)
-        scale = tl.rsqrt(mean + eps)
-        even = bf16_rounded(w_even * (even * scale))
-        odd = bf16_rounded(w_odd * (odd * scale))
-        if HAS_LATENT:
-            tl.store(latent_ptr + t * HALF + pair, bf16_bits(even) | (bf16_bits(odd) << 16))
-        even, odd = _turned(even, odd, rotation_ptr, t, T, pair, HALF, R2)
-        if HAS_FINITE:
-            # NaN and infinity fail the comparison.
-            fine = (tl.abs(even) < 3.4e38) & (tl.abs(odd) < 3.4e38)
-            if tl.min(fine.to(tl.int32), 0) == 0:
-                tl.store(finite_ptr + t, 0)
-        code, value = _group_scale(even, odd, FORMAT, GROUPS, PAIRS)
-        even = tl.div_rn(tl.reshape(even, [GROUPS, PAIRS]), tl.broadcast_to(value, [GROUPS, PAIRS]))
-        odd = tl.div_rn(tl.reshape(odd, [GROUPS, PAIRS]), tl.broadcast_to(value, [GROUPS, PAIRS]))
-        group, in_group = tl.arange(0, GROUPS)[:, None], tl.arange(0, PAIRS)[None, :]
-        at = group * PAIRS + in_group
-        if FORMAT == 0:
-            base = pool_ptr + row * (2 * HALF + GROUPS)
-            tl.store(base + 2 * at, e4m3_code(even).to(tl.uint8))
-            tl.store(base + 2 * at + 1, e4m3_code(odd).to(tl.uint8))
-            tl.store(base + 2 * HALF + group, code.to(tl.uint8))
-        else:
-            base = pool_ptr + row * (HALF + GROUPS)
-            tl.store(base + at, (e2m1_code(even) | (e2m1_code(odd) << 4)).to(tl.uint8))
-            tl.store(base + HALF + group, code.to(tl.uint8))
-
-
-@triton.jit
-def _queries_kernel(
-    q_ptr, rotation_ptr, T,
+def _turn_heads(
+    q_ptr, rotation_ptr, t, T, first,
     H: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, R2: tl.constexpr,
     ROUNDED: tl.constexpr,
 ):  # fmt: skip
     """Turn HEADS heads of one query. Unrounded, only the channels that turn are touched."""
-    t = tl.program_id(1).to(tl.int64)
-    head = tl.program_id(0) * HEADS + tl.arange(0, HEADS)[:, None]
+    head = first + tl.arange(0, HEADS)[:, None]
     WIDTH: tl.constexpr = HALF if ROUNDED else R2
     pair = (HALF - WIDTH) + tl.arange(0, WIDTH)[None, :]
     at = q_ptr + (t * H + head) * HALF + pair
@@ -138,6 +98,97 @@ def _queries_kernel(
         even = tl.reshape(even, [HEADS, HALF])
         odd = tl.reshape(odd, [HEADS, HALF])
     tl.store(at, bf16_bits(even) | (bf16_bits(odd) << 16), mask=head < H)
+
+
+@triton.jit
+def _store_kernel(
+    x_ptr, weight_ptr, rotation_ptr, pool_ptr, rows_ptr, latent_ptr, finite_ptr, q_ptr, T, eps,
+    HALF: tl.constexpr, R2: tl.constexpr, FORMAT: tl.constexpr, PAIRS: tl.constexpr,
+    HAS_LATENT: tl.constexpr, HAS_FINITE: tl.constexpr, H: tl.constexpr, HEADS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Write one row; programs beyond the first of a token turn HEADS of its query's heads each."""
+    wait_for_earlier(OVERLAP)
+    GROUPS: tl.constexpr = HALF // PAIRS
+    t = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows_ptr + t)
+    if tl.program_id(1) > 0:
+        if H > 0:
+            first = (tl.program_id(1) - 1) * HEADS
+            _turn_heads(q_ptr, rotation_ptr, t, T, first, H, HEADS, HALF, R2, False)
+    elif row >= 0:
+        pair = tl.arange(0, HALF)
+        even, odd = bf16_planes(tl.load(x_ptr + t * HALF + pair), False)
+        w_even, w_odd = bf16_planes(tl.load(weight_ptr + pair), False)
+        mean = tl.sum(even * even + odd * odd, 0) / (2 * HALF)
+        scale = tl.rsqrt(mean + eps)
+        even = bf16_rounded(w_even * (even * scale))
+        odd = bf16_rounded(w_odd * (odd * scale))
+        if HAS_LATENT:
+            tl.store(latent_ptr + t * HALF + pair, bf16_bits(even) | (bf16_bits(odd) << 16))
+        even, odd = _turned(even, odd, rotation_ptr, t, T, pair, HALF, R2)
+        if HAS_FINITE:
+            # NaN and infinity fail the comparison.
+            fine = (tl.abs(even) < 3.4e38) & (tl.abs(odd) < 3.4e38)
+            if tl.min(fine.to(tl.int32), 0) == 0:
+                tl.store(finite_ptr + t, 0)
+        code, value = _group_scale(even, odd, FORMAT, GROUPS, PAIRS)
+        value = tl.broadcast_to(value, [GROUPS, PAIRS])
+        even = tl.div_rn(tl.reshape(even, [GROUPS, PAIRS]), value)
+        odd = tl.div_rn(tl.reshape(odd, [GROUPS, PAIRS]), value)
+        group, in_group = tl.arange(0, GROUPS)[:, None], tl.arange(0, PAIRS)[None, :]
+        at = group * PAIRS + in_group
+        if FORMAT == 0:
+            base = pool_ptr + row * (2 * HALF + GROUPS)
+            tl.store(base + 2 * at, e4m3_code(even).to(tl.uint8))
+            tl.store(base + 2 * at + 1, e4m3_code(odd).to(tl.uint8))
+            tl.store(base + 2 * HALF + group, code.to(tl.uint8))
+        else:
+            base = pool_ptr + row * (HALF + GROUPS)
+            tl.store(base + at, (e2m1_code(even) | (e2m1_code(odd) << 4)).to(tl.uint8))
+            tl.store(base + HALF + group, code.to(tl.uint8))
+
+
+@triton.jit
+def _queries_kernel(
+    q_ptr, rotation_ptr, T,
+    H: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, R2: tl.constexpr,
+    ROUNDED: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    wait_for_earlier(OVERLAP)
+    t = tl.program_id(1).to(tl.int64)
+    first = tl.program_id(0) * HEADS
+    _turn_heads(q_ptr, rotation_ptr, t, T, first, H, HEADS, HALF, R2, ROUNDED)
+
+
+@triton.jit
+def _close_kernel(
+    content_ptr, gate_ptr, open_ptr, slots_ptr, closes_ptr, out_ptr, HALF: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    wait_for_earlier(OVERLAP)
+    t = tl.program_id(0).to(tl.int64)
+    pair = tl.arange(0, HALF)
+    own = t * 2 * HALF + 2 * pair
+    kept = tl.load(slots_ptr + t) * 4 * HALF + 2 * pair
+    even, odd = tl.load(content_ptr + own), tl.load(content_ptr + own + 1)
+    gate_even, gate_odd = tl.load(gate_ptr + own), tl.load(gate_ptr + own + 1)
+    words = tl.zeros([HALF], tl.int32)
+    if tl.load(closes_ptr + t) != 0:
+        # The softmax over two is a sigmoid of their difference.
+        first_even = tl.load(open_ptr + kept + 2 * HALF) - gate_even
+        first_odd = tl.load(open_ptr + kept + 2 * HALF + 1) - gate_odd
+        first_even = 1.0 / (1.0 + tl.exp(-first_even))
+        first_odd = 1.0 / (1.0 + tl.exp(-first_odd))
+        even += first_even * (tl.load(open_ptr + kept) - even)
+        odd += first_odd * (tl.load(open_ptr + kept + 1) - odd)
+        words = bf16_bits(even) | (bf16_bits(odd) << 16)
+    else:
+        tl.store(open_ptr + kept, even)
+        tl.store(open_ptr + kept + 1, odd)
+        tl.store(open_ptr + kept + 2 * HALF, gate_even)
+        tl.store(open_ptr + kept + 2 * HALF + 1, gate_odd)
+    tl.store(out_ptr + t * HALF + pair, words)
 
 
 def store_rows_unsupported(kind: str, x: Tensor, weight: Tensor, pool: Tensor) -> str | None:
@@ -166,37 +217,73 @@ def store_rows(
     rows: Tensor,
     eps: float,
     latent: Tensor | None = None,
+    queries: Tensor | None = None,
     *,
     finite: Tensor | None = None,
+    overlap: bool = False,
 ) -> None:
     """Write packed rows in place; the contract of `attention_refs.store_rows_ref`.
 
     finite  [T] bool   gets False where a value has no code; True is never written
     """
     reason = store_rows_unsupported(kind, x, weight, pool)
+    if reason is None and queries is not None and queries.shape[-1] != x.shape[-1]:
+        reason = f"queries: {queries.shape[-1]} channels, expected those of x, {x.shape[-1]}"
     if reason is not None:
         raise StoreRowsUnsupportedError(f"store_rows: {reason}")
     tokens, dim = x.shape
     if not tokens:
         return
-    _store_kernel[(tokens,)](
+    heads = 0 if queries is None else _turnable(queries).shape[1]
+    _store_kernel[(tokens, 1 + -(-heads // _TURNED_HEADS))](
         x.contiguous().view(torch.int32), weight.view(torch.int32), rotation, pool, rows,
         x if latent is None else latent.view(torch.int32),
-        rows if finite is None else finite.view(torch.int8), tokens, eps,
+        rows if finite is None else finite.view(torch.int8),
+        x if queries is None else queries.view(torch.int32), tokens, eps,
         HALF=dim // 2, R2=rotation.shape[-1], FORMAT=_FORMATS[kind], PAIRS=_GROUPS[kind] // 2,
-        HAS_LATENT=latent is not None, HAS_FINITE=finite is not None, num_warps=2,
+        HAS_LATENT=latent is not None, HAS_FINITE=finite is not None, H=heads,
+        HEADS=_TURNED_HEADS, num_warps=2, **overlap_options(overlap, x.device),
     )  # fmt: skip
 
 
-def rotate_queries(q: Tensor, rotation: Tensor, rounded: bool) -> None:
-    """Turn (and round) queries in place; the contract of `attention_refs.rotate_queries_ref`."""
-    tokens, heads, dim = q.shape
+def _turnable(q: Tensor) -> Tensor:
     if q.dtype is not torch.bfloat16 or not q.is_contiguous():
-        raise StoreRowsUnsupportedError(f"rotate_queries: q {q.dtype}: use contiguous bfloat16")
+        raise StoreRowsUnsupportedError(f"queries {q.dtype}: use contiguous bfloat16")
+    return q
+
+
+def rotate_queries(q: Tensor, rotation: Tensor, rounded: bool, *, overlap: bool = False) -> None:
+    """Turn (and round) queries in place; the contract of `attention_refs.rotate_queries_ref`."""
+    tokens, heads, dim = _turnable(q).shape
     if not q.numel():
         return
-    block = 4 if rounded else 16
+    block = 4 if rounded else _TURNED_HEADS
     _queries_kernel[(-(-heads // block), tokens)](
         q.view(torch.int32), rotation, tokens,
         H=heads, HEADS=block, HALF=dim // 2, R2=rotation.shape[-1], ROUNDED=rounded, num_warps=2,
+        **overlap_options(overlap, q.device),
     )  # fmt: skip
+
+
+def close_groups(
+    content: Tensor,
+    gate: Tensor,
+    open_rows: Tensor,
+    slots: Tensor,
+    closes: Tensor,
+    *,
+    overlap: bool = False,
+) -> Tensor:
+    """Return pooled pairs [T, D] bf16; the contract of `attention_refs.close_groups_ref`."""
+    tokens, dim = content.shape
+    if content.dtype is not torch.float32 or dim & (dim - 1):
+        reason = f"content {content.dtype} of {dim}: use float32 and a power of two"
+        raise StoreRowsUnsupportedError(f"close_groups: {reason}")
+    out = torch.empty(tokens, dim, dtype=torch.bfloat16, device=content.device)
+    if tokens:
+        _close_kernel[(tokens,)](
+            content.contiguous(), gate.contiguous(), open_rows, slots, closes.view(torch.int8),
+            out.view(torch.int32), HALF=dim // 2, num_warps=2,
+            **overlap_options(overlap, content.device),
+        )  # fmt: skip
+    return out

@@ -24,9 +24,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KINDS = ["window", "entry", "index_key"]
 
 
-def attend(inputs, splits=3, heads=16, **changed):
-    launch = attention.AttentionLaunch(heads=heads, keys=16, splits=splits, num_warps=4)
-    return attention.gather_attention(*inputs, launch=launch, **changed)
+def attend(inputs, splits=3, shares=2):
+    launch = attention.AttentionLaunch(heads=16, keys=16, splits=splits, num_warps=4, shares=shares)
+    return attention.gather_attention(*inputs, launch=launch)
 
 
 def scored(inputs, *pool, keys=32, programs=5, **options):
@@ -40,25 +40,25 @@ def selected(scores, lengths, k, stretch=64):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "heads", "dim", "width", "k", "turning", "splits"),
+    ("tokens", "heads", "dim", "width", "k", "turning", "splits", "shares"),
     [
-        (1, 1, 64, 1, 1, None, 3),
-        (3, 5, 64, 21, 33, 16, 1),
-        (3, 5, 64, 21, 33, None, 3),
-        (2, 20, 128, 63, 65, 64, 3),
-        (1, 3, 64, 8, 0, 16, 1),
+        (1, 1, 64, 1, 1, None, 3, 1),
+        (3, 5, 64, 9, 20, 16, 1, 2),
+        (3, 5, 64, 9, 20, None, 3, 1),
+        (2, 20, 128, 17, 31, 64, 3, 2),
+        (1, 3, 64, 8, 0, 16, 1, 1),
     ],
 )
-def test_gathered_attention_equals_reference(tokens, heads, dim, width, k, turning, splits):
+def test_gathered_attention_equals_reference(tokens, heads, dim, width, k, turning, splits, shares):
     inputs = cases.attention_inputs(tokens, heads, dim, width, k, DEVICE, turning=turning)
-    got, want = attend(inputs, splits), refs.gather_attention_ref(*inputs)
+    got, want = attend(inputs, splits, shares), refs.gather_attention_ref(*inputs)
     assert cases.relative(got, want) < 5e-3
     if tokens > 1:
         assert not got[1].any()
 
 
 def test_gathered_attention_reference_equals_the_engines():
-    q, ring, window, main, entries, sink, _ = cases.attention_inputs(3, 5, 64, 21, 33, "cpu")
+    q, ring, window, main, entries, sink, _ = cases.attention_inputs(3, 5, 64, 9, 20, "cpu")
     fresh = ring.new_empty(0, ring.shape[1])
     want = paged_reads.paged_attention_ref(q.float(), fresh, ring, window, main, entries, sink)
     got = refs.gather_attention_ref(q, ring, window, main, entries, sink)
@@ -66,14 +66,14 @@ def test_gathered_attention_reference_equals_the_engines():
 
 
 def test_gathered_attention_without_entries_reads_the_window_alone():
-    inputs = cases.attention_inputs(3, 5, 64, 21, 7, DEVICE)
+    inputs = cases.attention_inputs(3, 5, 64, 9, 7, DEVICE)
     inputs[3] = None
     assert cases.relative(attend(inputs), refs.gather_attention_ref(*inputs)) < 5e-3
 
 
-@pytest.mark.parametrize("broken", ["sink", "entry", "window", "rotation", "slot"])
+@pytest.mark.parametrize("broken", ["sink", "entry", "window", "rotation"])
 def test_gathered_attention_comparison_notices_a_mistake(broken):
-    inputs = cases.attention_inputs(3, 5, 64, 21, 33, DEVICE, turning=16)
+    inputs = cases.attention_inputs(3, 5, 64, 9, 20, DEVICE, turning=16)
     inputs[5].fill_(2.0)
     want = refs.gather_attention_ref(*inputs)
     q, ring, window, main, entries, sink, turn = inputs
@@ -86,15 +86,15 @@ def test_gathered_attention_comparison_notices_a_mistake(broken):
     elif broken == "rotation":
         turn = torch.stack((turn[0], -turn[1]))
     else:
-        entries = torch.where(torch.arange(33, device=DEVICE) % 2 == 0, -1, entries)
+        entries = torch.where(torch.arange(20, device=DEVICE) % 2 == 0, -1, entries)
     assert cases.relative(attend([q, ring, window, main, entries, sink, turn]), want) > 1e-2
 
 
 def test_a_query_has_the_same_bits_alone_and_beside_others():
-    inputs = cases.attention_inputs(5, 5, 64, 21, 33, DEVICE, turning=16)
+    inputs = cases.attention_inputs(4, 5, 64, 9, 20, DEVICE, turning=16)
     together = attend(inputs)
     q, ring, window, main, entries, sink, turn = inputs
-    for t in (0, 2, 4):
+    for t in (0, 3):
         one = slice(t, t + 1)
         alone = [q[one], ring, window[one], main, entries[one], sink, turn[:, one].contiguous()]
         assert torch.equal(attend(alone)[0], together[t])
@@ -106,12 +106,12 @@ def test_one_visible_row_comes_back_bit_for_bit():
     codes = torch.arange(256, dtype=torch.uint8)
     main = torch.zeros(127, 576 // 2, dtype=torch.uint8)
     main[:, :256], main[:, 256:] = codes, torch.arange(127, dtype=torch.uint8)[:, None]
-    ring = torch.zeros(200, 528, dtype=torch.uint8)
+    ring = torch.zeros(127, 528, dtype=torch.uint8)
     ring[:, :512] = torch.tensor([c for c in range(256) if c & 127 != 127] * 3)[:512].byte()
-    ring[:, 512:] = torch.arange(30, 230, dtype=torch.uint8)[:, None]
+    ring[:, 512:] = torch.arange(80, 207, dtype=torch.uint8)[:, None]
     sink = torch.full((1,), -torch.inf)
     none = torch.full((1, 1), -1)
-    picks = (0, 9, 126) if DEVICE == "cpu" else range(127)
+    picks = (126,) if DEVICE == "cpu" else range(127)
     for row in picks:
         at = torch.tensor([[row]])
         q = torch.zeros(1, 1, 512).bfloat16()
@@ -126,7 +126,7 @@ def test_one_visible_row_comes_back_bit_for_bit():
 
 
 def test_no_query_gives_an_empty_result():
-    inputs = cases.attention_inputs(3, 5, 64, 21, 33, DEVICE)
+    inputs = cases.attention_inputs(3, 5, 64, 9, 20, DEVICE)
     empty = [inputs[0][:0], inputs[1], inputs[2][:0], inputs[3], inputs[4][:0], inputs[5]]
     assert attention.gather_attention(*empty).shape == (0, 5, 64)
 
@@ -173,7 +173,7 @@ def test_index_scores_comparison_notices_a_mistake(broken):
 
 
 @pytest.mark.parametrize("stretch", [64, 256])
-@pytest.mark.parametrize("num", [1, 63, 65, 300])
+@pytest.mark.parametrize("num", [1, 63, 65, 200])
 def test_selection_equals_sorted_lists(num, stretch):
     scores, lengths = cases.topk_rows(4, num, DEVICE)
     for k in (1, 32):
@@ -218,19 +218,14 @@ def test_chain_from_scores_to_pool_rows_equals_reference():
 @pytest.mark.parametrize("kind", KINDS)
 def test_stored_rows_equal_reference(kind):
     exact = cases.store_inputs(kind, 7, 64, DEVICE, exact=True)
-    for got, want in zip(
-        cases.stored(rows_kernels.store_rows, kind, exact),
-        cases.stored(refs.store_rows_ref, kind, exact),
-        strict=True,
+    got = cases.stored(rows_kernels.store_rows, kind, exact, heads=3)
+    for mine, theirs in zip(
+        got, cases.stored(refs.store_rows_ref, kind, exact, heads=3), strict=True
     ):
-        if got.dtype is torch.uint8:
-            assert torch.equal(got, want)
-        else:
-            written = exact[4] >= 0
-            assert torch.equal(got[written], want[written])
+        assert torch.equal(mine, theirs)
     inputs = cases.store_inputs(kind, 12, 128, DEVICE)
-    got, _ = cases.stored(rows_kernels.store_rows, kind, inputs)
-    want, _ = cases.stored(refs.store_rows_ref, kind, inputs)
+    got = cases.stored(rows_kernels.store_rows, kind, inputs)[0]
+    want = cases.stored(refs.store_rows_ref, kind, inputs)[0]
     # The norm's sum in another order may carry a value over a boundary, rarely.
     assert float((got != want).float().mean()) < 2e-3
 
@@ -239,7 +234,7 @@ def test_stored_rows_equal_reference(kind):
 @pytest.mark.parametrize("broken", ["weight", "rotation", "rows"])
 def test_stored_rows_comparison_notices_a_mistake(kind, broken):
     inputs = cases.store_inputs(kind, 7, 64, DEVICE, exact=True)
-    want, _ = cases.stored(refs.store_rows_ref, kind, inputs)
+    want, *_ = cases.stored(refs.store_rows_ref, kind, inputs)
     x, weight, turn, pool, rows = inputs
     if broken == "weight":
         weight = torch.ones_like(weight)
@@ -248,7 +243,7 @@ def test_stored_rows_comparison_notices_a_mistake(kind, broken):
     else:
         rows = rows.clone()
         rows[1] = next(r for r in range(12) if r not in rows.tolist())
-    got, _ = cases.stored(rows_kernels.store_rows, kind, [x, weight, turn, pool, rows])
+    got, *_ = cases.stored(rows_kernels.store_rows, kind, [x, weight, turn, pool, rows])
     assert not torch.equal(got, want)
 
 
@@ -273,6 +268,17 @@ def test_turned_queries_equal_reference(is_rounded):
     refs.rotate_queries_ref(want, turn, is_rounded)
     assert torch.equal(got.nan_to_num(9.0), want.nan_to_num(9.0))
     assert not torch.equal(got, q)
+
+
+def test_closed_groups_equal_reference():
+    inputs = cases.group_inputs(7, 64, DEVICE)
+    got, kept = cases.closed(rows_kernels.close_groups, inputs)
+    want, wanted_rows = cases.closed(refs.close_groups_ref, inputs)
+    assert torch.equal(kept, wanted_rows)
+    assert cases.relative(got, want) < 1e-3
+    assert not got[~inputs[4]].any()
+    inputs[1] = -inputs[1]
+    assert cases.relative(cases.closed(rows_kernels.close_groups, inputs)[0], want) > 0.1
 
 
 def test_refusals_name_the_field():
