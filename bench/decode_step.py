@@ -38,7 +38,7 @@ from finwhale.decode_kernels.index_scores import index_scores
 from finwhale.decode_kernels.linear_fp8 import LinearLaunch, linear_fp8, linear_launch
 from finwhale.decode_kernels.route import RouteLaunch, route, route_launch, route_scratch
 from finwhale.decode_kernels.select_topk import pool_rows, select_topk_rows
-from finwhale.decode_kernels.store_rows import rotate_queries, store_rows
+from finwhale.decode_kernels.store_rows import close_groups, rotate_queries, store_rows
 from finwhale.ops.engram import engram_multipliers
 from finwhale.ops.hyper_connection import HyperMix
 from finwhale.ops.rope import rope_frequencies, rope_rotation
@@ -253,7 +253,7 @@ class Cache:
             order = torch.randperm(batch * blocks, device=self.device)
             self.tables[spec.layer_id] = order.view(batch, blocks)
             if spec.ratio > 1:
-                shape = batch, 2 * c.head_dim
+                shape = batch, 2, c.head_dim
                 self.open_group[spec.layer_id] = torch.randn(shape, device=self.device)
         self.at(context - 1)
 
@@ -269,7 +269,8 @@ class Cache:
         self.rotation, self.entry_rotation = {}, {}
         for kind, frequencies in self.frequencies.items():
             self.rotation[kind] = rope_rotation(where, frequencies.to(device))
-        self.visible, self.entry_rows = {}, {}
+        self.sequence = torch.arange(batch, device=device)
+        self.visible, self.entry_rows, self.closes = {}, {}, {}
         self.pool_lengths, self.pool_columns = {}, {}
         for spec in self.specs:
             if not spec.owns_kv:
@@ -281,7 +282,9 @@ class Cache:
             self.visible[layer] = torch.full((batch,), visible, device=device)
             # A group that this token leaves open has no entry: -1 stores nothing.
             last, rows = visible - 1, torch.full((batch,), -1, device=device)
-            if (position + 1) % spec.ratio == 0:
+            closes = (position + 1) % spec.ratio == 0
+            self.closes[layer] = torch.full((batch,), closes, device=device)
+            if closes:
                 block = self.tables[layer][:, last // ENTRIES_PER_BLOCK]
                 rows = block * ENTRIES_PER_BLOCK + last % ENTRIES_PER_BLOCK
             self.entry_rows[layer] = rows
@@ -311,6 +314,7 @@ class Step:
     def __init__(self, model: Model, cache: Cache, launches: Launches | None = None):
         self.model, self.cache = model, cache
         self.launches = Launches() if launches is None else launches
+        self.overlap = self.launches.overlap > 0
         c, device, batch = model.config, model.device, cache.batch
         self.ids = torch.randint(3, c.vocab_size, (batch,), device=device)
         self.recent = torch.randint(
@@ -397,7 +401,9 @@ class Step:
         )
         q = self.linear(qr, layer.wq_b, turn=rotation, head_dim=c.head_dim)
         q = q.view(-1, c.num_attention_heads, c.head_dim)
-        store_rows("window", kv, layer.kv_norm, rotation, ring, cache.ring_rows, eps)
+        store_rows(
+            "window", kv, layer.kv_norm, rotation, ring, cache.ring_rows, eps, overlap=self.overlap
+        )
         if spec.owns_kv:
             self.publish(layer, x)
         if spec.owns_topk:
@@ -411,6 +417,7 @@ class Step:
             cache.window_index if is_window else self.topk[spec.topk_owner],
             layer.sink,
             rotation,
+            overlap=self.overlap,
         )
         z = self.linear(out.flatten(1), layer.wo_a, groups=c.o_groups, round_output=True)
         return self.linear(z, layer.wo_b)
@@ -420,24 +427,28 @@ class Step:
         owner, eps = spec.layer_id, c.rms_norm_eps
         if spec.ratio > 1:
             found = self.linear(x, (layer.compressor, None), out_dtype=torch.float32)
-            value, gate = found.chunk(2, dim=-1)
-            old_value, old_gate = cache.open_group[owner].chunk(2, dim=-1)
-            pooled = torch.lerp(old_value, value, torch.sigmoid(gate - old_gate)).bfloat16()
-            cache.open_group[owner].copy_(found)
+            pooled = close_groups(
+                *found.chunk(2, dim=-1), cache.open_group[owner], cache.sequence,
+                cache.closes[owner], overlap=self.overlap,
+            )  # fmt: skip
         else:
             pooled = self.linear(x, (layer.compressor, None))
         latent = torch.empty_like(pooled)
         rotation, rows = cache.entry_rotation[owner], cache.entry_rows[owner]
         store_rows(
-            "entry", pooled, layer.compressor_norm, rotation, cache.main[owner], rows, eps, latent
-        )
+            "entry", pooled, layer.compressor_norm, rotation, cache.main[owner], rows, eps, latent,
+            overlap=self.overlap,
+        )  # fmt: skip
         key = self.linear(latent, (layer.index_wk, None))
-        store_rows("index_key", key, layer.index_k_norm, rotation, cache.keys[owner], rows, eps)
+        store_rows(
+            "index_key", key, layer.index_k_norm, rotation, cache.keys[owner], rows, eps,
+            overlap=self.overlap,
+        )  # fmt: skip
 
     def select(self, layer: Layer, x: Tensor, qr: Tensor) -> None:
         c, cache, spec = self.model.config, self.cache, layer.spec
         q = self.linear(qr, layer.index_wq_b).view(-1, c.index_n_heads, c.index_head_dim)
-        rotate_queries(q, cache.rotation[spec.rope], True)
+        rotate_queries(q, cache.rotation[spec.rope], True, overlap=self.overlap)
         weights = self.linear(x, (layer.index_weights, None), out_dtype=torch.float32)
         owner = spec.kv_owner
         tables, visible = cache.tables[owner], cache.visible[owner]
@@ -448,14 +459,16 @@ class Step:
         scores, best = index_scores(
             q, weights, cache.keys[owner], tables, visible, ENTRIES_PER_BLOCK, columns,
             self.pool if searches else None, size, want_best=spec.pool is PoolUse.BUILDS,
+            overlap=self.overlap,
         )  # fmt: skip
         lengths = cache.pool_columns[owner] if searches else visible
-        chosen = select_topk_rows(scores, lengths, c.index_topk)
+        chosen = select_topk_rows(scores, lengths, c.index_topk, overlap=self.overlap)
         if spec.pool is PoolUse.BUILDS:
             self.pool = select_topk_rows(best, cache.pool_lengths[owner], c.candidate_topk_blocks)
         self.topk[spec.layer_id] = pool_rows(
-            chosen, tables, ENTRIES_PER_BLOCK, self.pool if searches else None, size
-        )
+            chosen, tables, ENTRIES_PER_BLOCK, self.pool if searches else None, size,
+            overlap=self.overlap,
+        )  # fmt: skip
 
     def graph(self) -> torch.cuda.CUDAGraph:
         """Return the captured step, warm."""
