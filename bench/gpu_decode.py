@@ -226,28 +226,24 @@ def linear_part(bench: Bench, model: Model, tokens: int, everything: bool) -> No
 
 
 def expert_launches(tokens: int) -> dict[str, ExpertLaunch]:
-    if tokens == 1:
-        grid = [
-            (g, d, k, 128, w, 3)
-            for g, d, k, w in (
-                (32, 32, 256, 4), (32, 64, 256, 4), (32, 16, 256, 4), (32, 32, 256, 8),
-                (32, 64, 256, 8), (32, 32, 256, 2), (32, 128, 256, 8),
-            )
-        ]  # fmt: skip
-    else:
-        grid = [
-            (g, d, 256, k, w, s)
-            for g, d, k, w, s in (
-                (32, 64, 128, 4, 3), (32, 64, 128, 4, 4), (32, 64, 256, 4, 2), (32, 64, 256, 4, 3),
-                (32, 64, 128, 8, 3), (64, 128, 128, 8, 3), (64, 128, 128, 4, 3),
-                (32, 32, 256, 4, 3),
-            )
-        ]  # fmt: skip
+    tiles = [
+        (64, 128, 256, 128, 4, 3, False), (64, 128, 256, 128, 4, 4, False),
+        (32, 64, 256, 128, 4, 4, False), (64, 128, 256, 128, 8, 4, False),
+        (32, 64, 256, 256, 4, 2, False), (64, 64, 256, 128, 4, 3, False),
+        (32, 128, 256, 128, 4, 3, False), (64, 128, 256, 256, 8, 3, False),
+        (64, 128, 256, 64, 4, 5, False), (128, 128, 256, 64, 8, 4, False),
+    ]  # fmt: skip
+    rows = [
+        (32, 32, 256, 128, 4, 3, True), (32, 64, 256, 128, 4, 3, True),
+        (32, 16, 256, 128, 4, 3, True), (32, 32, 256, 128, 8, 3, True),
+        (64, 64, 256, 128, 8, 3, True), (32, 32, 512, 128, 4, 3, True),
+        (32, 32, 128, 128, 2, 3, True),
+    ]  # fmt: skip
     return {
-        f"g{g} d{d} k{k} t{t} w{w} s{s}": ExpertLaunch(
-            gate_rows=g, down_rows=d, columns=k, tile_columns=t, warps=w, stages=s
+        f"g{g} d{d} k{k} t{t} w{w} s{s} {'rows' if r else 'tiles'}": ExpertLaunch(
+            gate_rows=g, down_rows=d, columns=k, tile_columns=t, warps=w, stages=s, by_rows=r
         )
-        for g, d, k, t, w, s in grid
+        for g, d, k, t, w, s, r in ([*rows, *tiles[:6]] if tokens == 1 else tiles)
     }
 
 

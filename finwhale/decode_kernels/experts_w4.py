@@ -64,6 +64,7 @@ class ExpertLaunch:
     gate_rows   BN rows of gate and as many of up per program; a multiple of 32
     down_rows   BN rows of w2 per program
     columns     BK; tile_columns where an expert has several rows
+    by_rows     one token is served without the matrix unit
     overlap     as in `LinearLaunch`; only the shared expert's weights are known early
     """
 
@@ -73,17 +74,14 @@ class ExpertLaunch:
     tile_columns: int
     warps: int
     stages: int
+    by_rows: bool = True
     overlap: int = 0
 
 
+_FEW = ExpertLaunch(gate_rows=64, down_rows=128, columns=256, tile_columns=128, warps=4, stages=3)
+_ONE = ExpertLaunch(gate_rows=32, down_rows=32, columns=256, tile_columns=128, warps=4, stages=3)
 # (one token, up to 16, more) by device family.
-_LAUNCH: dict[str, tuple[ExpertLaunch, ExpertLaunch, ExpertLaunch]] = {
-    "any": (
-        ExpertLaunch(gate_rows=32, down_rows=64, columns=256, tile_columns=128, warps=4, stages=3),
-        ExpertLaunch(gate_rows=32, down_rows=64, columns=256, tile_columns=128, warps=4, stages=3),
-        ExpertLaunch(gate_rows=32, down_rows=64, columns=256, tile_columns=128, warps=4, stages=3),
-    ),
-}
+_LAUNCH: dict[str, tuple[ExpertLaunch, ExpertLaunch, ExpertLaunch]] = {"any": (_ONE, _FEW, _FEW)}
 
 
 class ExpertsUnsupportedError(ValueError):
@@ -114,7 +112,7 @@ def _gate_up_kernel(
     x_ptr, w_ptr, s_ptr, shared_ptr, shared_s_ptr, hidden_ptr,
     weights_ptr, order_ptr, starts_ptr, active_ptr, T, C, F, slots, k, limit,
     HALF: tl.constexpr, BK: tl.constexpr, TILE_BK: tl.constexpr, BM: tl.constexpr,
-    SHARED_BM: tl.constexpr, IS_ROW: tl.constexpr, EVEN: tl.constexpr, TILE_EVEN: tl.constexpr,
+    IS_ROW: tl.constexpr, EVEN: tl.constexpr, TILE_EVEN: tl.constexpr,
     OVERLAP: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     BN: tl.constexpr = 2 * HALF
@@ -140,16 +138,16 @@ def _gate_up_kernel(
                 1, HALF, UPCAST,
             )  # fmt: skip
         else:
-            for start in range(0, T, SHARED_BM):
-                row = start + tl.arange(0, SHARED_BM)
+            for start in range(0, T, BM):
+                row = start + tl.arange(0, BM)
                 acc = tile_product(
                     x_ptr, row.to(tl.int64) * C, row < T, shared_ptr, shared_s_ptr, n, 0, C, C,
-                    FP8, SHARED_BM, BN, TILE_BK, TILE_EVEN, UPCAST,
+                    FP8, BM, BN, TILE_BK, TILE_EVEN, UPCAST,
                 )  # fmt: skip
-                one = tl.full([SHARED_BM], 1.0, tl.float32)
+                one = tl.full([BM], 1.0, tl.float32)
                 _store_hidden(
                     acc, shared_hidden_ptr, row, row < T, one, first, F, limit,
-                    SHARED_BM, HALF, UPCAST,
+                    BM, HALF, UPCAST,
                 )  # fmt: skip
     else:
         expert = tl.load(active_ptr + slot - 1)
@@ -186,7 +184,7 @@ def _down_kernel(
     hidden_ptr, w_ptr, s_ptr, shared_ptr, shared_s_ptr, out_ptr,
     order_ptr, rank_ptr, starts_ptr, active_ptr, T, C, F, slots, k,
     BN: tl.constexpr, BK: tl.constexpr, TILE_BK: tl.constexpr, BM: tl.constexpr,
-    SHARED_BM: tl.constexpr, IS_ROW: tl.constexpr, EVEN: tl.constexpr, TILE_EVEN: tl.constexpr,
+    IS_ROW: tl.constexpr, EVEN: tl.constexpr, TILE_EVEN: tl.constexpr,
     OVERLAP: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     place = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -205,11 +203,11 @@ def _down_kernel(
             acc = to_bf16(acc, UPCAST).to(out_ptr.dtype.element_ty)
             tl.store(out_ptr + at, acc, mask=place < C)
         else:
-            for start in range(0, T, SHARED_BM):
-                row = (start + tl.arange(0, SHARED_BM)).to(tl.int64)
+            for start in range(0, T, BM):
+                row = (start + tl.arange(0, BM)).to(tl.int64)
                 acc = tile_product(
                     shared_hidden_ptr, row * F, row < T, shared_ptr, shared_s_ptr, n, 0, F, F,
-                    FP8, SHARED_BM, BN, TILE_BK, TILE_EVEN, UPCAST,
+                    FP8, BM, BN, TILE_BK, TILE_EVEN, UPCAST,
                 )  # fmt: skip
                 at = (row * (k + 1) + k)[:, None] * C + place[None, :]
                 acc = to_bf16(acc, UPCAST).to(out_ptr.dtype.element_ty)
@@ -332,8 +330,7 @@ def experts_w4(
         "BK": launch.columns,
         "TILE_BK": launch.tile_columns,
         "BM": 16,
-        "SHARED_BM": min(64, max(16, triton.next_power_of_2(tokens))),
-        "IS_ROW": tokens == 1,
+        "IS_ROW": tokens == 1 and launch.by_rows,
         "UPCAST": is_interpreted(_gate_up_kernel),
         "num_warps": launch.warps,
         "num_stages": launch.stages,

@@ -23,53 +23,35 @@ BF16 = tl.constexpr(0)
 FP8 = tl.constexpr(1)
 FP4 = tl.constexpr(2)
 _INV_448 = tl.constexpr(0.002232142857142857)
-# In each run of four bytes, the register order of the decoded values is 0, 2, 1, 3.
-_BYTE_ORDER = (0, 2, 1, 3)
-
-# Four bytes of two e2m1 codes each -> the four low values and the four high values, bf16, exact.
-# A nibble t becomes sign and exponent by one product (t << 12) + (t << 6) and a mask; that is the
-# value times 2^-126, which the bf16 number 0x7E80 = 2^126 repairs.
+# A 32-bit word holds eight e2m1 codes as four pairs of lanes. Each pair is one shift away from a
+# sign in bit 15 and a magnitude in bits 8 to 6 of its lane: the bf16 number value * 2^-126.
+# Per pair, the places of (sign, high exponent bit, low exponent bit, mantissa) before that shift:
+_PAIR_BITS = ((15, 8, 7, 6), (9, 2, 1, 0), (19, 12, 11, 10), (13, 14, 5, 4))
+# Four bytes and the scale of their group, 2^126 in it -> four low and four high bf16 values.
 _UNPACK_FP4 = tl.constexpr(
     """
     {
-    .reg .b32 t0, t1, t2, t3, s, c;
-    mov.b32 c, 0x7E807E80;
-    and.b32 t0, $4, 0x000F000F;
-    shr.u32 s, $4, 8;
-    and.b32 t1, s, 0x000F000F;
-    shr.u32 s, $4, 4;
-    and.b32 t2, s, 0x000F000F;
-    shr.u32 s, $4, 12;
-    and.b32 t3, s, 0x000F000F;
-    mul.lo.u32 t0, t0, 4160;
-    mul.lo.u32 t1, t1, 4160;
-    mul.lo.u32 t2, t2, 4160;
-    mul.lo.u32 t3, t3, 4160;
-    and.b32 t0, t0, 0x81C081C0;
+    .reg .b32 t0, t1, t2, t3, u;
+    and.b32 t0, $4, 0x81C081C0;
+    shl.b32 t1, $4, 6;
     and.b32 t1, t1, 0x81C081C0;
+    shf.r.wrap.b32 t2, $4, $4, 4;
     and.b32 t2, t2, 0x81C081C0;
-    and.b32 t3, t3, 0x81C081C0;
-    mul.rn.bf16x2 $0, t0, c;
-    mul.rn.bf16x2 $1, t1, c;
-    mul.rn.bf16x2 $2, t2, c;
-    mul.rn.bf16x2 $3, t3, c;
+    shl.b32 t3, $4, 2;
+    and.b32 t3, t3, 0x80C080C0;
+    shr.u32 u, $4, 6;
+    and.b32 u, u, 0x01000100;
+    or.b32 t3, t3, u;
+    mul.rn.bf16x2 $0, t0, $5;
+    mul.rn.bf16x2 $1, t1, $5;
+    mul.rn.bf16x2 $2, t2, $5;
+    mul.rn.bf16x2 $3, t3, $5;
     }
     """
 )
-# The same, each value times the scale of its group ($5 holds two equal bf16 numbers).
-_UNPACK_FP4_SCALED = tl.constexpr(
-    _UNPACK_FP4.value.rsplit("}", 1)[0]
-    + """
-    mul.rn.bf16x2 $0, $0, $5;
-    mul.rn.bf16x2 $1, $1, $5;
-    mul.rn.bf16x2 $2, $2, $5;
-    mul.rn.bf16x2 $3, $3, $5;
-    }
-    """
-)
-
-# Four e4m3 codes times the scale of their group -> four bf16 numbers. By way of fp16 and fp32: the
-# direct conversion of fp16 to bf16 runs at a quarter of the rate.
+MAX_FP4_SCALE = 128  # 2^(code - 1) must be a bf16 number
+# Four e4m3 codes times the scale of their group ($3: a pair of it) -> four bf16 numbers. By way of
+# fp16 and fp32: the direct conversion of fp16 to bf16 runs at a quarter of the rate.
 _UNPACK_FP8_SCALED = tl.constexpr(
     """
     {
@@ -94,25 +76,44 @@ _UNPACK_FP8_SCALED = tl.constexpr(
 )
 
 
-def pack_fp4_tiles(codes: Tensor) -> Tensor:
-    """Return FP4 codes in the order the kernels decode: a permutation inside each 16 bytes.
+def pack_fp4_tiles(codes: Tensor, scales: Tensor) -> Tensor:
+    """Return FP4 codes in the order the kernels decode; once, when a model is loaded.
 
     codes    [..., K/2] int8 or uint8, low nibble column 2i, high nibble column 2i + 1
-    returns  [..., K/2] uint8; of a group of 32 columns, byte b holds column p(b) in its low and
-             column 16 + p(b) in its high nibble, p swapping the middle two of every four bytes
+    scales   [..., K/32] uint8, only looked at: a scale above 2 raises ValueError
+    returns  [..., K/2] uint8. Of a group of 32 columns, word w of four holds columns 4w ... 4w + 3
+             in its first two pairs and 16 + 4w ... in the others, bits as `_PAIR_BITS` says
 
-    So a thread that reads 16 bytes meets one scale and two runs of 16 neighbouring columns.
+    So a thread that reads 16 bytes meets one scale and two runs of 16 neighbouring columns, and
+    nine instructions decode eight codes.
     """
-    columns = unpack_nibbles(codes).unflatten(-1, (-1, 2, GROUP // 2))  # [..., K/32, 2, 16]
-    quads = columns.unflatten(-1, (-1, 4))[..., list(_BYTE_ORDER)].flatten(-2)
-    return pack_nibbles(quads.transpose(-1, -2).flatten(-3))
+    if scales.numel() and int(scales.max()) > MAX_FP4_SCALE:
+        raise ValueError(f"scales: code {int(scales.max())}, expected at most {MAX_FP4_SCALE}")
+    nibbles = unpack_nibbles(codes).long().unflatten(-1, (-1, 2, 4, 2, 2))  # half, word, pair, lane
+    words = torch.zeros_like(nibbles[..., 0, :, 0, 0])  # [..., K/32, 4]
+    for half, pair, lane, bit, place in _places():
+        words |= ((nibbles[..., half, :, pair, lane] >> bit) & 1) << place
+    words = torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+    return words.contiguous().view(torch.uint8).flatten(-2)
 
 
 def unpack_fp4_tiles(packed: Tensor) -> Tensor:
     """Inverse of `pack_fp4_tiles`, [..., K/2] uint8."""
-    quads = unpack_nibbles(packed).unflatten(-1, (-1, GROUP // 2, 2)).transpose(-1, -2)
-    columns = quads.unflatten(-1, (-1, 4))[..., list(_BYTE_ORDER)].flatten(-2)
-    return pack_nibbles(columns.flatten(-3))
+    words = packed.contiguous().view(torch.int32).long().unflatten(-1, (-1, 4))  # [..., K/32, 4]
+    nibbles = words.new_zeros(*words.shape[:-1], 2, 4, 2, 2)
+    for half, pair, lane, bit, place in _places():
+        nibbles[..., half, :, pair, lane] |= ((words >> place) & 1) << bit
+    return pack_nibbles(nibbles.flatten(-5).to(torch.uint8))
+
+
+def _places() -> list[tuple[int, int, int, int, int]]:
+    """Return (half, pair in it, lane, bit of the code, place in the word) of all 32 bits."""
+    return [
+        (number // 2, number % 2, lane, 3 - bit, (place + 16 * lane) % 32)
+        for number, places in enumerate(_PAIR_BITS)
+        for lane in range(2)
+        for bit, place in enumerate(places)
+    ]
 
 
 @triton.jit
@@ -157,18 +158,44 @@ def round_groups(x):
 
 
 @triton.jit
-def _fp4_values(packed, UPCAST: tl.constexpr):
-    """Return the low and the high values of packed codes, exact; bf16, or fp32 if UPCAST."""
+def _lanes(pairs):
+    """Return both lanes of pairs of bf16 numbers as fp32, times 2^126."""
+    low = (pairs << 16).to(tl.float32, bitcast=True)
+    high = (pairs & -65536).to(tl.float32, bitcast=True)
+    return tl.join(low, high) * 8.507059173023462e37
+
+
+@triton.jit
+def _fp4_loaded(w_ptr, at, there, scale_codes, EVEN: tl.constexpr, UPCAST: tl.constexpr):
+    """Return the low and the high 16 columns of groups, [G, BN, 16] each, decoded and scaled.
+
+    at           [G, BN] byte offset of each group; there [G, BN], if not EVEN
+    scale_codes  [G, BN] uint8, at most `MAX_FP4_SCALE`
+    """
     if UPCAST:
-        code = packed.to(tl.int32)
-        low = (((code & 8) << 28) | ((code & 7) << 22)).to(tl.float32, bitcast=True)
-        high = (((code & 128) << 24) | ((code & 112) << 18)).to(tl.float32, bitcast=True)
-        low, high = low * 8.507059173023462e37, high * 8.507059173023462e37  # 2^126
+        # The interpreter knows no assembler: the same shifts on whole words.
+        word = tl.arange(0, 4)[None, None, :] * 4
+        v = tl.zeros([at.shape[0], at.shape[1], 4], tl.int32)
+        for byte in tl.static_range(4):
+            place = w_ptr + at[:, :, None] + word + byte
+            v |= tl.load(place, mask=there[:, :, None], other=0).to(tl.int32) << (8 * byte)
+        m = -2118090304  # 0x81C081C0
+        t2 = ((v >> 4) & 0x0FFFFFFF) | (v << 28)
+        t3 = ((v << 2) & -2134867776) | ((v >> 6) & 0x01000100)  # 0x80C080C0
+        low = tl.join(_lanes(v & m), _lanes((v << 6) & m))  # [G, BN, word, lane, pair]
+        high = tl.join(_lanes(t2 & m), _lanes(t3))
+        scale = ue8m0(scale_codes)[:, :, None]
+        shape: tl.constexpr = (at.shape[0], at.shape[1], 16)
+        low = tl.reshape(tl.permute(low, (0, 1, 2, 4, 3)), shape) * scale
+        high = tl.reshape(tl.permute(high, (0, 1, 2, 4, 3)), shape) * scale
     else:
+        place = w_ptr + at[:, :, None] + tl.arange(0, 16)[None, None, :]
+        packed = tl.load(place) if EVEN else tl.load(place, mask=there[:, :, None], other=0)
+        pair = (scale_codes.to(tl.int32) + 126) * 8388736  # twice, shifted to the exponent
         low, high = tl.inline_asm_elementwise(
             _UNPACK_FP4,
-            "=&r,=&r,=&r,=&r,r",
-            [packed],
+            "=&r,=&r,=&r,=&r,r,r,r,r,r",
+            [packed, tl.broadcast_to(pair[:, :, None], packed.shape)],
             dtype=(tl.bfloat16, tl.bfloat16),
             is_pure=True,
             pack=4,
@@ -177,48 +204,22 @@ def _fp4_values(packed, UPCAST: tl.constexpr):
 
 
 @triton.jit
-def _fp4_scaled(packed, scale, UPCAST: tl.constexpr):
-    """Return the values of packed codes [G, BN, 16] times their scale [G, BN] fp32."""
+def _fp8_scaled(w, codes, UPCAST: tl.constexpr):
+    """Return e4m3 values [G, BN, 32] times their scale, UE8M0 codes [G, BN]."""
     if UPCAST:
-        low, high = _fp4_values(packed, True)
-        low, high = low * scale[:, :, None], high * scale[:, :, None]
+        y = w.to(tl.float32) * ue8m0(codes)[:, :, None]
     else:
-        wide = tl.broadcast_to(scale.to(tl.bfloat16)[:, :, None], packed.shape)
-        low, high = tl.inline_asm_elementwise(
-            _UNPACK_FP4_SCALED,
-            "=&r,=&r,=&r,=&r,r,r,r",
-            [packed, wide],
-            dtype=(tl.bfloat16, tl.bfloat16),
-            is_pure=True,
-            pack=4,
-        )
-    return low, high
-
-
-@triton.jit
-def _fp8_scaled(w, scale, UPCAST: tl.constexpr):
-    """Return e4m3 values [G, BN, 32] times their scale [G, BN] fp32."""
-    if UPCAST:
-        y = w.to(tl.float32) * scale[:, :, None]
-    else:
-        wide = tl.broadcast_to(scale.to(tl.bfloat16)[:, :, None], w.shape)
+        code = codes.to(tl.int32)
+        pair = tl.where(code == 0, 0x40, code << 7) * 65537
         y = tl.inline_asm_elementwise(
             _UNPACK_FP8_SCALED,
-            "=&r,=&r,r,r,r",
-            [w, wide],
+            "=&r,=&r,r,r,r,r,r",
+            [w, tl.broadcast_to(pair[:, :, None], w.shape)],
             dtype=tl.bfloat16,
             is_pure=True,
             pack=4,
         )
     return y
-
-
-@triton.jit
-def _byte_order(j, UPCAST: tl.constexpr):
-    """Return the byte that holds place j: the decoder's registers reorder, the interpreter asks."""
-    if UPCAST:
-        j = (j & -4) | ((j & 1) << 1) | ((j >> 1) & 1)
-    return j
 
 
 @triton.jit
@@ -238,28 +239,24 @@ def row_product(
     if KIND == FP4:
         G: tl.constexpr = BK // 32
         g = tl.arange(0, G)
-        acc = tl.zeros([G, BN], tl.float32)
-        at_w = (
-            w_ptr + (n * (K // 2))[None, :, None] + g[:, None, None] * 16 + _byte_order(j, UPCAST)
-        )
+        acc = tl.zeros([G, BN, 16], tl.float32)
+        at_w = (n * (K // 2))[None, :] + g[:, None] * 16
         at_x = x_ptr + tl.broadcast_to(g[:, None, None] * 32 + j, (G, BN, 16))
         at_s = s_ptr + (n * (K // 32))[None, :] + g[:, None]
         for k in range(k_begin, k_end, BK):
+            there = tl.broadcast_to(k + g[:, None] * 32 < k_end, (G, BN))
             if EVEN:
                 codes = tl.load(at_s + k // 32)
-                packed = tl.load(at_w + k // 2)
                 low_x = tl.load(at_x + k)
                 high_x = tl.load(at_x + (k + 16))
             else:
-                there = tl.broadcast_to(k + g[:, None] * 32 < k_end, (G, BN))
                 codes = tl.load(at_s + k // 32, mask=there, other=127)
-                packed = tl.load(at_w + k // 2, mask=there[:, :, None], other=0)
                 low_x = tl.load(at_x + k, mask=there[:, :, None], other=0.0)
                 high_x = tl.load(at_x + (k + 16), mask=there[:, :, None], other=0.0)
-            low, high = _fp4_values(packed, UPCAST)
-            parts = low.to(tl.float32) * low_x.to(tl.float32)
-            parts += high.to(tl.float32) * high_x.to(tl.float32)
-            acc += tl.sum(parts, axis=2) * ue8m0(codes)
+            low, high = _fp4_loaded(w_ptr, at_w + k // 2, there, codes, EVEN, UPCAST)
+            acc += low.to(tl.float32) * low_x.to(tl.float32)
+            acc += high.to(tl.float32) * high_x.to(tl.float32)
+        total = tl.sum(tl.sum(acc, axis=2), axis=0)
     else:
         U: tl.constexpr = BK // 16
         u = tl.arange(0, U)
@@ -282,7 +279,8 @@ def row_product(
                 else:
                     part *= ue8m0(tl.load(at_s + k // 32, mask=there, other=127))
             acc += part
-    return tl.sum(acc, axis=0)
+        total = tl.sum(acc, axis=0)
+    return total
 
 
 @triton.jit
@@ -301,25 +299,21 @@ def tile_product(
     if KIND == FP4:
         G: tl.constexpr = BK // 32
         g = tl.arange(0, G)
-        j = tl.arange(0, 16)
         half = tl.arange(0, G * 16)
-        at_w = (n * (K // 2))[None, :, None] + g[:, None, None] * 16
-        at_w += _byte_order(j, UPCAST)[None, None, :]
+        at_w = (n * (K // 2))[None, :] + g[:, None] * 16
         at_x = rows[:, None] + ((half // 16) * 32 + half % 16)[None, :]
         at_s = (n * (K // 32))[None, :] + g[:, None]
         for k in range(k_begin, k_end, BK):
+            there = tl.broadcast_to(k + g[:, None] * 32 < k_end, (G, BN))
             if EVEN:
                 keep_x = tl.broadcast_to(inside[:, None], (BM, G * 16))
-                packed = tl.load(w_ptr + at_w + k // 2)
                 codes = tl.load(s_ptr + at_s + k // 32)
             else:
                 keep_x = inside[:, None] & (k + (half // 16) * 32 < k_end)[None, :]
-                there = tl.broadcast_to(k + g[:, None] * 32 < k_end, (G, BN))
-                packed = tl.load(w_ptr + at_w + k // 2, mask=there[:, :, None], other=0)
                 codes = tl.load(s_ptr + at_s + k // 32, mask=there, other=127)
             low_x = tl.load(x_ptr + at_x + k, mask=keep_x, other=0.0)
             high_x = tl.load(x_ptr + at_x + (k + 16), mask=keep_x, other=0.0)
-            low, high = _fp4_scaled(packed, ue8m0(codes), UPCAST)
+            low, high = _fp4_loaded(w_ptr, at_w + k // 2, there, codes, EVEN, UPCAST)
             acc = _dot(low_x, _rows_by_columns(low), acc, UPCAST)
             acc = _dot(high_x, _rows_by_columns(high), acc, UPCAST)
     elif KIND == FP8:
@@ -340,7 +334,7 @@ def tile_product(
                 w = tl.load(w_ptr + at_w + k, mask=there[:, :, None], other=0.0)
                 codes = tl.load(s_ptr + at_s + k // 32, mask=there, other=127)
             x = tl.load(x_ptr + rows[:, None] + (k + across)[None, :], mask=keep_x, other=0.0)
-            w = _fp8_scaled(w, ue8m0(codes), UPCAST)
+            w = _fp8_scaled(w, codes, UPCAST)
             acc = _dot(x, _rows_by_columns(w), acc, UPCAST)
     else:
         across = tl.arange(0, BK)

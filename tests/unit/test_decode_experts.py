@@ -48,10 +48,8 @@ def weights_of(experts, channels, width, seed=0):
     def stack(rows, columns):
         stored = [drawn(rows, columns, Storage.FP4_ROW) for _ in range(experts)]
         codes, scales = zip(*stored, strict=True)
-        return (
-            pack_fp4_tiles(torch.stack(codes)).to(DEVICE),
-            torch.stack(scales).view(torch.uint8).to(DEVICE),
-        )
+        scales = torch.stack(scales).view(torch.uint8)
+        return pack_fp4_tiles(torch.stack(codes), scales).to(DEVICE), scales.to(DEVICE)
 
     shared = (
         *drawn(2 * width, channels, Storage.FP8_BLOCK),
@@ -82,13 +80,28 @@ def agree(got, want, tolerance=1e-2):
     assert float(error.max()) < tolerance
 
 
-def test_tile_order_is_a_permutation_inside_each_group():
+def test_tile_order_is_a_permutation_of_bits():
     codes = torch.randint(0, 256, (3, 48), generator=generator(1), dtype=torch.uint8)
-    assert torch.equal(unpack_fp4_tiles(pack_fp4_tiles(codes)), codes)
-    # Byte 1 of a group holds columns 2 and 18: column 2 is the low half of stored byte 1.
-    packed = pack_fp4_tiles(codes)
-    assert packed[0, 1] == (codes[0, 1] & 15) | ((codes[0, 9] & 15) << 4)
-    assert packed[2, 16 + 6] == (codes[2, 16 + 2] >> 4) | (codes[2, 16 + 10] & 0xF0)
+    scales = torch.full((3, 3), 120, dtype=torch.uint8)
+    packed = pack_fp4_tiles(codes, scales)
+    assert torch.equal(unpack_fp4_tiles(packed), codes)
+    assert not torch.equal(packed, codes)
+    ones = pack_fp4_tiles(torch.full((1, 16), 0xFF, dtype=torch.uint8), scales[:1, :1])
+    assert (ones == 0xFF).all()
+    # Columns 0 and 1 lie at bits 15, 8, 7, 6 of the two halves of the first word.
+    first = torch.zeros(1, 16, dtype=torch.uint8)
+    first[0, 0] = 0b0110_1001
+    word = pack_fp4_tiles(first, scales[:1, :1]).view(torch.int32)[0, 0]
+    assert int(word) == (1 << 15 | 1 << 6) | (1 << 24 | 1 << 23)
+
+
+def test_a_scale_beyond_the_decoder_is_refused():
+    codes, scales = (
+        torch.zeros(1, 16, dtype=torch.uint8),
+        torch.full((1, 1), 129, dtype=torch.uint8),
+    )
+    with pytest.raises(ValueError, match="at most 128"):
+        pack_fp4_tiles(codes, scales)
 
 
 @pytest.mark.parametrize(

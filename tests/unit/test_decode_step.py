@@ -59,7 +59,7 @@ def expert_weights(moe):
         ]
         codes = torch.stack([torch.cat([c for c, _ in pairs]) for pairs in found])
         scales = torch.stack([torch.cat([s for _, s in pairs]) for pairs in found])
-        return pack_fp4_tiles(codes), scales
+        return pack_fp4_tiles(codes, scales), scales
 
     shared = moe.shared_experts
     return ExpertWeights(
@@ -167,7 +167,9 @@ def decoded(backbone, model, ids, change=None):
     return torch.stack(out, dim=1)
 
 
-def attention_of_the_model(q, ring, window_index, main, entry_index, sink, rotation):
+def attention_of_the_model(
+    q, ring, window_index, main, entry_index, sink, rotation, *, overlap=False
+):
     """Gathered attention with probabilities rounded as the model rounds them (D04).
 
     With the kernel's own rounding, half of the outputs differ in their last bit, and eight layers
