@@ -46,7 +46,7 @@ CONTEXTS, BATCHES = (4096, 65536, 1 << 20), (1, 8, 64)
 class Bench:
     def __init__(self, out: Path | None, limit_s: float):
         self.out, self.start, self.limit_s = out, time.monotonic(), limit_s
-        self.copy_gbs = self.bf16_tflops = 0.0
+        self.copy_gbs = self.read_gbs = self.bf16_tflops = 0.0
 
     def say(self, **line) -> None:
         text = json.dumps(line)
@@ -86,14 +86,14 @@ class Bench:
         times = [t / len(calls) for t in self.graph_times(graph, replays)]
         return statistics.median(times), min(times), max(times)
 
-    def compare(self, name: str, tokens: int, num_bytes: float, forms: dict) -> None:
-        """Time forms (name -> calls) of one operation; print each, then the best of ours."""
+    def compare(self, name: str, tokens: int, num_bytes: float, forms: dict) -> str | None:
+        """Time forms (name -> calls) of one operation; print each; return the best of ours."""
         best = None
         for form, calls in forms.items():
             line = {"kernel": name, "T": tokens, "form": form}
             if self.is_late:
                 self.say(**line, skipped="time limit")
-                return
+                break
             try:
                 median, least, largest = self.per_call(calls() if callable(calls) else calls)
             except Exception as error:
@@ -103,15 +103,16 @@ class Bench:
             self.say(
                 **line, us=round(median, 2), spread=[round(least, 2), round(largest, 2)],
                 MB=round(num_bytes / 1e6, 2), gbs=round(num_bytes / median / 1e3, 1),
-                percent_of_copy=round(num_bytes / median / 1e1 / self.copy_gbs, 1),
+                percent_of_read=round(num_bytes / median / 1e1 / self.read_gbs, 1),
             )  # fmt: skip
             if not form.startswith("peer") and (best is None or median < best[1]):
                 best = form, median
         if best is not None:
-            percent = round(num_bytes / best[1] / 1e1 / self.copy_gbs, 1)
+            percent = round(num_bytes / best[1] / 1e1 / self.read_gbs, 1)
             self.say(
-                best=name, T=tokens, form=best[0], us=round(best[1], 2), percent_of_copy=percent
+                best=name, T=tokens, form=best[0], us=round(best[1], 2), percent_of_read=percent
             )
+        return None if best is None else best[0]
 
 
 def ceilings(bench: Bench) -> None:
@@ -129,6 +130,7 @@ def ceilings(bench: Bench) -> None:
     median, spread = statistics.median(times[2:]), (min(times[2:]), max(times[2:]))
     bench.copy_gbs = 2 * source.nbytes / median / 1e3
     total, *_ = bench.per_call([lambda: source.amax()] * 4)
+    bench.read_gbs = source.nbytes / total / 1e3
     a, b = (torch.randn(8192, 8192, device=DEVICE).bfloat16() for _ in range(2))
     product, *_ = bench.per_call([lambda: a @ b] * 4)
     bench.bf16_tflops = 2 * 8192**3 / product / 1e6
@@ -136,7 +138,7 @@ def ceilings(bench: Bench) -> None:
     empty = bench.per_call([lambda: small.add_(1)] * 64)[0]
     bench.say(
         copy_gbs=round(bench.copy_gbs), copy_spread_us=[round(x) for x in spread],
-        read_gbs=round(source.nbytes / total / 1e3), bf16_tflops=round(bench.bf16_tflops),
+        read_gbs=round(bench.read_gbs), bf16_tflops=round(bench.bf16_tflops),
         empty_launch_us=round(empty, 2),
     )  # fmt: skip
 
@@ -247,7 +249,7 @@ def expert_launches(tokens: int) -> dict[str, ExpertLaunch]:
     }
 
 
-def expert_part(bench: Bench, model: Model, tokens: int, everything: bool) -> None:
+def expert_part(bench: Bench, model: Model, tokens: int, everything: bool) -> ExpertLaunch | None:
     c = model.config
     x = model.make.bf16(tokens, c.hidden_size)
     choices = [
@@ -284,10 +286,11 @@ def expert_part(bench: Bench, model: Model, tokens: int, everything: bool) -> No
 
         return [call] * 4
 
-    forms["peer torch._grouped_mm, bf16 weights, no shared expert"] = grouped
+    if len(model.layers) > 8:
+        forms["peer torch._grouped_mm, bf16 weights, no shared expert"] = grouped
     traffic = distinct * one + shared
     bench.say(kernel="experts", T=tokens, distinct=round(distinct, 2))
-    bench.compare("experts", tokens, traffic, forms)
+    return expert_launches(tokens).get(bench.compare("experts", tokens, traffic, forms) or "")
 
 
 def small_part(bench: Bench, model: Model, tokens: int, everything: bool) -> None:
@@ -405,6 +408,41 @@ def liger_site(model: Model, tokens: int):
     return [lambda phi=phi: call(phi) for phi in phis]
 
 
+def site_launches(tokens: int) -> dict[str, SiteLaunch]:
+    grid = ((32, 1, 4), (64, 1, 8), (64, 1, 4), (16, 1, 4), (64, 2, 8), (64, 4, 8), (64, 8, 8))
+    return {
+        f"c{c} t{t} w{w}": SiteLaunch(channels=c, tokens=t, warps=w)
+        for c, t, w in grid
+        if t <= max(1, tokens // 4)
+    }
+
+
+def tuned(bench: Bench, model: Model, tokens: int, options) -> dict:
+    """Return the best launches of experts and sites on this machine, timed now."""
+    c, found = model.config, {}
+    try:
+        found["experts"] = expert_part(bench, model, tokens, True)
+        step = Step(model, Cache(model, tokens, 4096))
+        streams = model.make.bf16(tokens, 4, c.hidden_size)
+        parts = model.make.bf16(tokens, 1, c.hidden_size)
+        mix = step.site(streams, None, None, step.first_mix, model.final).mix
+
+        def sites(launch):
+            def call(m):
+                step.launches.site = launch
+                step.site(streams, parts, mix, step.first_mix, m.attn_site)
+
+            return [lambda m=m: call(m) for m in model.layers]
+
+        forms = {n: lambda x=x: sites(x) for n, x in site_launches(tokens).items()}
+        traffic = model.layers[0].attn_site.fn.nbytes + tokens * c.hidden_size * 2 * 11
+        best = bench.compare("site after attention", tokens, traffic, forms)
+        found["site"] = site_launches(tokens).get(best or "")
+    except Exception:
+        bench.say(tune=tokens, failed=traceback.format_exc()[-1200:])
+    return {n: x for n, x in found.items() if x is not None}
+
+
 def kernels_part(bench: Bench, options) -> None:
     c = flash(options.experts)
     model = Model(c, DEVICE, ENGRAM_ROWS, layers=options.layers or 16)
@@ -463,6 +501,8 @@ def step_part(bench: Bench, options) -> None:
     bench.say(model_bytes=weights, layers=len(model.layers), experts=options.experts)
     is_whole = options.layers is None
     for batch in options.batches:
+        best_launches = tuned(bench, model, batch, options) if options.tune else {}
+        overlaps = options.overlaps
         for context in options.contexts:
             line = {"step": True, "batch": batch, "context": context}
             if bench.is_late:
@@ -477,30 +517,37 @@ def step_part(bench: Bench, options) -> None:
                     f"{weights / 1e9:.1f} GB do not fit",
                 )  # fmt: skip
                 continue
-            for overlap in options.overlaps:
+            times = {}
+            for overlap in overlaps:
                 try:
-                    one_step(bench, model, line, is_whole, options, overlap)
+                    launches = Launches.overlapping(batch, DEVICE, overlap)
+                    for name, launch in best_launches.items():
+                        setattr(launches, name, replace(launch, overlap=overlap))
+                    times[overlap] = one_step(bench, model, line, is_whole, options, launches)
                 except Exception:
-                    bench.say(**line, failed=traceback.format_exc()[-1500:])
+                    bench.say(**line, overlap=overlap, failed=traceback.format_exc()[-1500:])
                 gc.collect()
                 torch.cuda.empty_cache()
+            # Longer contexts are run with the overlap that was best at the first.
+            overlaps = [min(times, key=times.__getitem__)] if times else overlaps
 
 
-def one_step(bench: Bench, model: Model, line: dict, is_whole: bool, options, overlap) -> None:
+def one_step(bench: Bench, model: Model, line: dict, is_whole: bool, options, launches) -> float:
+    """Time a step and print it; returns its microseconds."""
     c, batch, context = model.config, line["batch"], line["context"]
-    launches = Launches.overlapping(batch, DEVICE, overlap)
     step = Step(model, Cache(model, batch, context), launches)
     eager = step.run().clone()
     graph = step.graph()
-    runs = [bench.graph_times(graph, 20) for _ in range(3)]
+    runs = [bench.graph_times(graph, 20 if batch < 16 else 8) for _ in range(3)]
     medians = [statistics.median(run) for run in runs]
     same = torch.equal(step.tokens, eager)
     distinct = [int((a >= 0).sum()) for a in step.active]
     costs = decode_costs(c, context, batch, distinct if is_whole else None)
-    floor = floor_seconds(costs, bench.copy_gbs * 1e9, bench.bf16_tflops * 1e12) * 1e6
+    floor = floor_seconds(costs, bench.read_gbs * 1e9, bench.bf16_tflops * 1e12) * 1e6
+    anchor = floor_seconds(costs, 4.3e12, 790e12) * 1e6
     median = statistics.median(medians)
     result = dict(
-        **line, overlap=overlap, us=round(median, 1),
+        **line, overlap=launches.overlap, us=round(median, 1),
         runs_us=[round(m, 1) for m in medians],
         spread_us=[round(min(map(min, runs)), 1), round(max(map(max, runs)), 1)],
         distinct_experts=[min(distinct), round(statistics.mean(distinct), 2), max(distinct)],
@@ -509,10 +556,11 @@ def one_step(bench: Bench, model: Model, line: dict, is_whole: bool, options, ov
     if is_whole:
         result |= {
             "floor_us": round(floor, 1), "ratio": round(median / floor, 3),
+            "floor_at_4300_us": round(anchor, 1), "ratio_at_4300": round(median / anchor, 3),
             "tokens_per_s": round(batch / median * 1e6, 1),
         }  # fmt: skip
     bench.say(**result)
-    if context == options.contexts[0] and not bench.is_late:
+    if context == options.contexts[0] and not bench.is_late and not options.no_profile:
         bench.say(**line, profile=profile_of(graph, c))
         layer = next(
             (x for x in model.layers if x.spec.mode is AttentionMode.REUSE and not x.engram), None
@@ -523,6 +571,7 @@ def one_step(bench: Bench, model: Model, line: dict, is_whole: bool, options, ov
             parts = model.make.bf16(batch, c.num_experts_per_tok + 1, c.hidden_size)
             found = launches_of(lambda: step.block(layer, streams, parts, mix, mix.pre))
             bench.say(**line, reuse_layer_launches=sum(found.values()), by_kernel=found)
+    return median
 
 
 def main() -> int:
@@ -537,6 +586,8 @@ def main() -> int:
     parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
     parser.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS)
     parser.add_argument("--overlaps", type=int, nargs="+", default=[0], help="of launches: 0 1 2")
+    parser.add_argument("--tune", action="store_true", help="time launches first, take the best")
+    parser.add_argument("--no-profile", action="store_true")
     parser.add_argument("--chosen-only", action="store_true", help="no other launches")
     options = parser.parse_args()
     bench = Bench(options.out, options.limit_s)

@@ -71,7 +71,7 @@ class SiteLaunch:
 # (one token, up to 16, more) by device family.
 _LAUNCH: dict[str, tuple[SiteLaunch, SiteLaunch, SiteLaunch]] = {
     "any": (
-        SiteLaunch(channels=64, tokens=1, warps=8),
+        SiteLaunch(channels=32, tokens=1, warps=4),
         SiteLaunch(channels=64, tokens=2, warps=8),
         SiteLaunch(channels=64, tokens=4, warps=8),
     ),

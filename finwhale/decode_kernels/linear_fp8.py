@@ -59,7 +59,7 @@ class LinearLaunch:
 # (one row, up to 16 rows, more) by device family.
 _LAUNCH: dict[str, tuple[LinearLaunch, LinearLaunch, LinearLaunch]] = {
     "any": (
-        LinearLaunch(rows=32, columns=256, programs=528, warps=4, stages=2),
+        LinearLaunch(rows=32, columns=256, programs=1056, warps=4, stages=2),
         LinearLaunch(rows=64, columns=128, programs=396, warps=4, stages=4),
         LinearLaunch(rows=128, columns=128, programs=264, warps=8, stages=3),
     ),

@@ -66,7 +66,7 @@ class RouteLaunch:
 _LAUNCH: dict[str, tuple[RouteLaunch, RouteLaunch]] = {
     "any": (
         RouteLaunch(rows=16, columns=256, programs=128, warps=4, stages=2),
-        RouteLaunch(rows=32, columns=128, programs=128, warps=8, stages=3),
+        RouteLaunch(rows=32, columns=128, programs=32, warps=8, stages=3),
     ),
 }
 
@@ -159,7 +159,7 @@ def _route_kernel(
                 logits = tl.sum(part, axis=0)[None, :]
             else:
                 logits = tl.zeros([TB, XP], tl.float32)
-                for step in range(SPLITS):
+                for step in tl.static_range(SPLITS):
                     part = part_ptr + (step * T + t)[:, None] * X + e[None, :]
                     logits += tl.load(part, mask=there, other=0.0, cache_modifier=".cg")
             score = _sqrt_softplus(logits)

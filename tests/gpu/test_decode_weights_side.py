@@ -4,6 +4,8 @@ The small and odd shapes of `tests/unit/test_decode_{linear,experts,site,ends}.p
 where there is a GPU.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -13,10 +15,15 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton", reason="triton is not installed")
 
 from finwhale.decode_kernels.engram_gate import engram_gather, engram_gather_ref
-from finwhale.decode_kernels.experts_w4 import ExpertWeights, experts_w4, experts_w4_ref
+from finwhale.decode_kernels.experts_w4 import (
+    ExpertWeights,
+    expert_launch,
+    experts_w4,
+    experts_w4_ref,
+)
 from finwhale.decode_kernels.hyper_site import Site, hyper_site, hyper_site_ref
-from finwhale.decode_kernels.linear_fp8 import linear_fp8, linear_fp8_ref
-from finwhale.decode_kernels.route import route, route_ref
+from finwhale.decode_kernels.linear_fp8 import linear_fp8, linear_fp8_ref, linear_launch
+from finwhale.decode_kernels.route import route, route_launch, route_ref
 from finwhale.ops.hyper_connection import HyperMix
 from finwhale.ops.rounding import round_fp8
 
@@ -149,6 +156,39 @@ def test_engram_rows_beyond_32_bit_offsets():
         primes, offsets, table, scales,
     )  # fmt: skip
     assert torch.equal(engram_gather(*args), engram_gather_ref(*args))
+
+
+@pytest.mark.parametrize("tokens", [1, 8])
+def test_overlapping_launches_change_no_bit(tokens, released):
+    """A chain of products that read each other's results, started early, in a graph."""
+    first, second = fp8(1280, WIDE), fp8(WIDE, 1280)
+    x = activations(tokens, WIDE)
+    gate = (torch.randn(384, WIDE, device=DEVICE) * WIDE**-0.5).bfloat16()
+    bias = torch.zeros(384, device=DEVICE)
+
+    def chain(overlap):
+        of = tokens, x.device
+        linear = replace(linear_launch(*of), overlap=overlap)
+        y = x
+        for _ in range(8):
+            y = linear_fp8(y, *first, round_output=True, launch=linear)
+            y = linear_fp8(y, *second, round_output=True, launch=linear)
+            routing = route(y, gate, bias, 6, 1.5, replace(route_launch(*of), overlap=overlap))
+            launch = replace(expert_launch(*of), overlap=overlap)
+            parts = experts_w4(y, routing, released, LIMIT, launch)
+            y = round_fp8((parts.float().sum(1) * 1e-2).bfloat16())
+        return y
+
+    want = chain(0)
+    for overlap in (1, 2):
+        graph = torch.cuda.CUDAGraph()
+        chain(overlap)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            got = chain(overlap)
+        for _ in range(5):
+            graph.replay()
+            assert torch.equal(got, want)
 
 
 def test_a_graph_replays_what_ran_eagerly(released):
