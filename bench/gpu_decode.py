@@ -115,8 +115,8 @@ class Bench:
         return None if best is None else best[0]
 
 
-def ceilings(bench: Bench) -> None:
-    source = torch.randn(1 << 30, device=DEVICE)
+def ceilings(bench: Bench, elements: int) -> None:
+    source = torch.randn(elements, device=DEVICE)
     target = torch.empty_like(source)
     # Outside a graph: there a copy becomes a copy node, which is slower than torch's kernel.
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -593,7 +593,8 @@ def main() -> int:
     bench = Bench(options.out, options.limit_s)
     torch.manual_seed(0)
     bench.say(**provenance())
-    ceilings(bench)
+    ceilings(bench, 1 << (30 if options.layers is None else 26))
+    torch.cuda.empty_cache()
     for part in options.parts:
         try:
             {"kernels": kernels_part, "step": step_part}[part](bench, options)
