@@ -46,6 +46,7 @@ CONTEXTS, BATCHES = (4096, 65536, 1 << 20), (1, 8, 64)
 class Bench:
     def __init__(self, out: Path | None, limit_s: float):
         self.out, self.start, self.limit_s = out, time.monotonic(), limit_s
+        self.deadline = float("inf")  # of the part that runs now
         self.copy_gbs = self.read_gbs = self.bf16_tflops = 0.0
 
     def say(self, **line) -> None:
@@ -57,7 +58,8 @@ class Bench:
 
     @property
     def is_late(self) -> bool:
-        return time.monotonic() - self.start > self.limit_s
+        now = time.monotonic()
+        return now - self.start > self.limit_s or now > self.deadline
 
     def graph_times(self, graph: torch.cuda.CUDAGraph, replays: int) -> list[float]:
         """Return the microseconds of each replay, after two that do not count."""
@@ -420,27 +422,70 @@ def site_launches(tokens: int) -> dict[str, SiteLaunch]:
 def tuned(bench: Bench, model: Model, tokens: int, options) -> dict:
     """Return the best launches of experts and sites on this machine, timed now."""
     c, found = model.config, {}
+    step = Step(model, Cache(model, tokens, 4096))
     try:
-        found["experts"] = expert_part(bench, model, tokens, True)
-        step = Step(model, Cache(model, tokens, 4096))
-        streams = model.make.bf16(tokens, 4, c.hidden_size)
-        parts = model.make.bf16(tokens, 1, c.hidden_size)
-        mix = step.site(streams, None, None, step.first_mix, model.final).mix
+        if "experts" in options.tune:
+            bench.deadline = time.monotonic() + 10
+            found["experts"] = expert_part(bench, model, tokens, True)
+        if "linear" in options.tune:
+            bench.deadline = time.monotonic() + 8
+            found["linear"] = linear_chain(bench, model, step, tokens)
+        if "site" in options.tune:
+            bench.deadline = time.monotonic() + 4
+            streams = model.make.bf16(tokens, 4, c.hidden_size)
+            parts = model.make.bf16(tokens, 1, c.hidden_size)
+            mix = step.site(streams, None, None, step.first_mix, model.final).mix
 
-        def sites(launch):
-            def call(m):
-                step.launches.site = launch
-                step.site(streams, parts, mix, step.first_mix, m.attn_site)
+            def sites(launch):
+                def call(m):
+                    step.launches.site = launch
+                    step.site(streams, parts, mix, step.first_mix, m.attn_site)
 
-            return [lambda m=m: call(m) for m in model.layers]
+                return [lambda m=m: call(m) for m in model.layers]
 
-        forms = {n: lambda x=x: sites(x) for n, x in site_launches(tokens).items()}
-        traffic = model.layers[0].attn_site.fn.nbytes + tokens * c.hidden_size * 2 * 11
-        best = bench.compare("site after attention", tokens, traffic, forms)
-        found["site"] = site_launches(tokens).get(best or "")
+            forms = {n: lambda x=x: sites(x) for n, x in site_launches(tokens).items()}
+            traffic = model.layers[0].attn_site.fn.nbytes + tokens * c.hidden_size * 2 * 11
+            best = bench.compare("site after attention", tokens, traffic, forms)
+            found["site"] = site_launches(tokens).get(best or "")
     except Exception:
         bench.say(tune=tokens, failed=traceback.format_exc()[-1200:])
+    bench.deadline = float("inf")
     return {n: x for n, x in found.items() if x is not None}
+
+
+def linear_chain(bench: Bench, model: Model, step: Step, tokens: int) -> LinearLaunch | None:
+    """Time the four products of attention as one, for a launch that serves them all."""
+    c = model.config
+    if tokens == 1:
+        grid = ((32, 256, 1056, 4, 2), (32, 256, 1056, 8, 2), (32, 256, 528, 4, 2))
+    elif tokens <= 16:
+        grid = ((64, 128, 396, 4, 4), (32, 256, 528, 4, 3), (64, 256, 264, 4, 3))
+    else:
+        grid = ((128, 128, 264, 8, 3), (64, 128, 264, 4, 3), (64, 128, 132, 4, 4))
+    launches = {
+        f"r{r} k{k} p{p} w{w} s{s}": LinearLaunch(rows=r, columns=k, programs=p, warps=w, stages=s)
+        for r, k, p, w, s in grid
+    }
+    first = model.layers[0]
+    wide = [model.make.bf16(tokens, n) for n in (c.hidden_size, c.q_lora_rank)]
+    heads = model.make.bf16(tokens, c.num_attention_heads * c.head_dim)
+    low = model.make.bf16(tokens, c.o_groups * c.o_lora_rank)
+
+    def products(launch):
+        def call(m):
+            step.launches.linear = launch
+            step.linear(wide[0], m.qkv)
+            step.linear(wide[1], m.wq_b)
+            step.linear(heads, m.wo_a, groups=c.o_groups, round_output=True)
+            step.linear(low, m.wo_b)
+
+        return [lambda m=m: call(m) for m in model.layers]
+
+    forms = {n: lambda x=x: products(x) for n, x in launches.items()}
+    traffic = sum(
+        t.nbytes for pair in (first.qkv, first.wq_b, first.wo_a, first.wo_b) for t in pair
+    )
+    return launches.get(bench.compare("attention products", tokens, traffic, forms) or "")
 
 
 def kernels_part(bench: Bench, options) -> None:
@@ -586,7 +631,10 @@ def main() -> int:
     parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
     parser.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS)
     parser.add_argument("--overlaps", type=int, nargs="+", default=[0], help="of launches: 0 1 2")
-    parser.add_argument("--tune", action="store_true", help="time launches first, take the best")
+    parser.add_argument(
+        "--tune", nargs="*", choices=("experts", "linear", "site"), default=[],
+        help="time launches first, take the best",
+    )  # fmt: skip
     parser.add_argument("--no-profile", action="store_true")
     parser.add_argument("--chosen-only", action="store_true", help="no other launches")
     options = parser.parse_args()
