@@ -16,8 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from finwhale.decode_kernels.formats import ue8m0_value
 from finwhale.decode_kernels.launch import is_interpreted
-from finwhale.decode_kernels.tiles import GROUP, round_groups, to_bf16, ue8m0
+from finwhale.decode_kernels.tiles import GROUP, round_groups, to_bf16
 from finwhale.ops.engram import engram_gate, engram_rows
 from finwhale.ops.hyper_connection import HyperMix, hyper_expand
 from finwhale.ops.rounding import round_fp8
@@ -70,7 +71,7 @@ def _gather_kernel(
     row = hashed % tl.load(primes_ptr + column) + tl.load(offsets_ptr + column)
     g = tl.arange(0, DIM // 32)
     at = g[:, None] * 32 + tl.arange(0, 32)[None, :]
-    scale = ue8m0(tl.load(scales_ptr + row * (DIM // 32) + g))
+    scale = ue8m0_value(tl.load(scales_ptr + row * (DIM // 32) + g))
     values = tl.load(table_ptr + row * DIM + at).to(tl.float32) * scale[:, None]
     values = tl.reshape(to_bf16(values, UPCAST), (1, DIM // 32, 32))
     values = tl.reshape(to_bf16(round_groups(values), UPCAST), (DIM // 32, 32))

@@ -18,19 +18,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from finwhale.decode_kernels.launch import is_interpreted, launch_for
+from finwhale.decode_kernels.launch import is_interpreted, launch_for, wait_for_earlier
 from finwhale.decode_kernels.route import Routing
 from finwhale.decode_kernels.tiles import (
     FP4,
     FP8,
     GROUP,
+    overlap_of,
     prefetch_rows,
     round_groups,
     row_product,
     tile_product,
     to_bf16,
     unpack_fp4_tiles,
-    wait_for_inputs,
 )
 from finwhale.ops.linear import linear_fp32_accumulate
 from finwhale.ops.moe import clamped_swiglu
@@ -79,7 +79,7 @@ class ExpertLaunch:
 
 
 _FEW = ExpertLaunch(gate_rows=64, down_rows=128, columns=256, tile_columns=128, warps=4, stages=3)
-_ONE = ExpertLaunch(gate_rows=32, down_rows=32, columns=256, tile_columns=128, warps=4, stages=3)
+_ONE = ExpertLaunch(gate_rows=32, down_rows=32, columns=256, tile_columns=128, warps=8, stages=3)
 # (one token, up to 16, more) by device family.
 _LAUNCH: dict[str, tuple[ExpertLaunch, ExpertLaunch, ExpertLaunch]] = {"any": (_ONE, _FEW, _FEW)}
 
@@ -124,7 +124,7 @@ def _gate_up_kernel(
     shared_hidden_ptr = hidden_ptr + tl.cast(T * k, tl.int64) * F
     if OVERLAP > 1 and EVEN and slot == 0:
         prefetch_rows(shared_ptr, n, C, 0, BK)
-    wait_for_inputs(OVERLAP)
+    wait_for_earlier(OVERLAP > 0)
     # The shared expert has slot 0: its matrices are the largest, so it should not come last.
     if slot == 0:
         if IS_ROW:
@@ -193,7 +193,7 @@ def _down_kernel(
     shared_hidden_ptr = hidden_ptr + tl.cast(T * k, tl.int64) * F
     if OVERLAP > 1 and EVEN and slot == 0:
         prefetch_rows(shared_ptr, n, F, 0, BK)
-    wait_for_inputs(OVERLAP)
+    wait_for_earlier(OVERLAP > 0)
     if slot == 0:
         if IS_ROW:
             acc = row_product(
@@ -334,8 +334,7 @@ def experts_w4(
         "UPCAST": is_interpreted(_gate_up_kernel),
         "num_warps": launch.warps,
         "num_stages": launch.stages,
-        "OVERLAP": launch.overlap,
-        "launch_pdl": launch.overlap > 0,
+        **overlap_of(launch.overlap, x.device),
     }
     _gate_up_kernel[(triton.cdiv(width, launch.gate_rows), slots + 1)](
         x, w.gate_up, w.gate_up_scales, w.shared_gate_up, _bytes(w.shared_gate_up_scales), hidden,

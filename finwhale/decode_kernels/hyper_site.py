@@ -19,14 +19,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from finwhale.decode_kernels.launch import is_interpreted, launch_for
+from finwhale.decode_kernels.launch import is_interpreted, launch_for, wait_for_earlier
 from finwhale.decode_kernels.tiles import (
     GROUP,
     counters,
     last_to_arrive,
+    overlap_of,
     round_groups,
     to_bf16,
-    wait_for_inputs,
 )
 from finwhale.ops.hyper_connection import HyperMix, hyper_collapse, hyper_expand, hyper_mix
 from finwhale.ops.norm import rms_norm
@@ -72,7 +72,7 @@ class SiteLaunch:
 _LAUNCH: dict[str, tuple[SiteLaunch, SiteLaunch, SiteLaunch]] = {
     "any": (
         SiteLaunch(channels=32, tokens=1, warps=4),
-        SiteLaunch(channels=64, tokens=2, warps=8),
+        SiteLaunch(channels=64, tokens=1, warps=4),
         SiteLaunch(channels=64, tokens=4, warps=8),
     ),
 }
@@ -217,7 +217,7 @@ def _site_kernel(
     at_fn = row.to(tl.int64)[:, None] * (4 * C) + (flat // CS * C + piece * CS + flat % CS)[None, :]
     # The weights are asked for before the wait.
     fn = tl.load(fn_ptr + at_fn, mask=(row < 24)[:, None], other=0.0)
-    wait_for_inputs(OVERLAP)
+    wait_for_earlier(OVERLAP > 0)
     # The sums of all tokens lie behind the parts of all slices.
     totals_ptr = sums_ptr + tl.cast(T, tl.int64) * pieces * _PADDED
     for t in range(block * TB, tl.minimum(block * TB + TB, T)):
@@ -297,7 +297,7 @@ def _split_normed_kernel(
     joined_ptr, weight_ptr, head_ptr, tail_ptr, A, B, eps,
     AP: tl.constexpr, BP: tl.constexpr, OVERLAP: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    wait_for_inputs(OVERLAP)
+    wait_for_earlier(OVERLAP > 0)
     row = tl.cast(tl.program_id(0), tl.int64)
     a, b = tl.arange(0, AP), tl.arange(0, BP)
     x = tl.load(joined_ptr + row * (A + B) + a, mask=a < A, other=0.0).to(tl.float32)
@@ -325,8 +325,8 @@ def split_normed(
         _split_normed_kernel[(tokens,)](
             joined, weight, head, tail, head.shape[1], tail.shape[1], eps,
             AP=triton.next_power_of_2(head.shape[1]), BP=triton.next_power_of_2(tail.shape[1]),
-            OVERLAP=overlap, UPCAST=is_interpreted(_split_normed_kernel), num_warps=4,
-            launch_pdl=overlap > 0,
+            UPCAST=is_interpreted(_split_normed_kernel), num_warps=4,
+            **overlap_of(overlap, joined.device),
         )  # fmt: skip
     return head, tail
 
@@ -398,6 +398,8 @@ def hyper_site(
     width = launch.channels
     while channels % width:
         width //= 2
+    if width < GROUP:  # the scratch has room for slices of a group
+        raise SiteUnsupportedError(f"launch: slices of {width} channels, expected at least {GROUP}")
     scratch = site_scratch(tokens, channels, x.device) if scratch is None else scratch
     unread = out.mix  # pointers that HAS_UPDATE=False never follows
     old = unread if before is None else before
@@ -407,7 +409,7 @@ def hyper_site(
         tokens, channels, 0 if parts is None else parts.shape[1], iterations, norm_eps, eps,
         CS=width, TB=launch.tokens, SP=triton.next_power_of_2(channels // width),
         CP=triton.next_power_of_2(channels), HAS_UPDATE=parts is not None,
-        OVERLAP=launch.overlap, UPCAST=is_interpreted(_site_kernel),
-        num_warps=launch.warps, launch_pdl=launch.overlap > 0,
+        UPCAST=is_interpreted(_site_kernel),
+        num_warps=launch.warps, **overlap_of(launch.overlap, x.device),
     )  # fmt: skip
     return out

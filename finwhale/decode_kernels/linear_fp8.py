@@ -18,19 +18,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from finwhale.decode_kernels.launch import is_interpreted, launch_for
+from finwhale.decode_kernels.launch import is_interpreted, launch_for, wait_for_earlier
 from finwhale.decode_kernels.tiles import (
     BF16,
     FP8,
     GROUP,
     counters,
     last_to_arrive,
+    overlap_of,
     prefetch_rows,
     round_groups,
     row_product,
     tile_product,
     to_bf16,
-    wait_for_inputs,
 )
 from finwhale.ops.linear import grouped_linear
 from finwhale.ops.rope import apply_rope
@@ -91,7 +91,7 @@ def _linear_kernel(
         # The first step's weights travel while the kernel before still runs.
         width: tl.constexpr = BK * (2 if KIND == BF16 else 1)
         prefetch_rows(w_ptr, n, K * (2 if KIND == BF16 else 1), begin, width)
-    wait_for_inputs(OVERLAP)
+    wait_for_earlier(OVERLAP > 0)
     if IS_ROW:
         acc = row_product(x_group, w_ptr, s_ptr, n, begin, end, K, KIND, BN, BK, EVEN, UPCAST)
         acc = acc[None, :]
@@ -236,8 +236,8 @@ def linear_fp8(
         EVEN=width == splits * chunk and chunk % launch.columns == 0, ROUND=round_output,
         PADDED=triton.next_power_of_2(splits), IS_ROW=tokens == 1,
         HEAD=head_dim, R2=0 if turn is None else turn.shape[-1],
-        OVERLAP=launch.overlap, UPCAST=is_interpreted_here,
-        num_warps=launch.warps, num_stages=launch.stages, launch_pdl=launch.overlap > 0,
+        UPCAST=is_interpreted_here,
+        num_warps=launch.warps, num_stages=launch.stages, **overlap_of(launch.overlap, x.device),
     )  # fmt: skip
     return out
 

@@ -17,15 +17,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from finwhale.decode_kernels.launch import is_interpreted, launch_for
+from finwhale.decode_kernels.launch import is_interpreted, launch_for, wait_for_earlier
 from finwhale.decode_kernels.tiles import (
     BF16,
     counters,
     last_to_arrive,
+    overlap_of,
     prefetch_rows,
     row_product,
     tile_product,
-    wait_for_inputs,
 )
 from finwhale.ops.moe import route_experts
 
@@ -133,7 +133,7 @@ def _route_kernel(
     row = tl.arange(0, BM)
     if OVERLAP > 1 and EVEN:
         prefetch_rows(w_ptr, n, 2 * C, 2 * begin, 2 * BK)
-    wait_for_inputs(OVERLAP)
+    wait_for_earlier(OVERLAP > 0)
     if IS_ROW:
         acc = row_product(x_ptr, w_ptr, w_ptr, n, begin, end, C, BF16, BX, BK, EVEN, UPCAST)
         acc = acc[None, :]
@@ -283,7 +283,7 @@ def route(
         EVEN=channels == splits * chunk, IS_ROW=tokens == 1,
         TB=max(1, min(triton.next_power_of_2(tokens), 8192 // padded)), XP=padded,
         PP=triton.next_power_of_2(tokens * k), PADDED=triton.next_power_of_2(splits),
-        OVERLAP=launch.overlap, UPCAST=is_interpreted(_route_kernel),
-        num_warps=launch.warps, num_stages=launch.stages, launch_pdl=launch.overlap > 0,
+        UPCAST=is_interpreted(_route_kernel),
+        num_warps=launch.warps, num_stages=launch.stages, **overlap_of(launch.overlap, x.device),
     )  # fmt: skip
     return found

@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from finwhale.decode_kernels.formats import ue8m0_value
+from finwhale.decode_kernels.launch import overlap_options
 from finwhale.ops.codecs import pack_nibbles, unpack_nibbles
 
 GROUP = 32
@@ -129,14 +131,6 @@ def to_bf16(x, UPCAST: tl.constexpr):
 
 
 @triton.jit
-def ue8m0(codes):
-    """Return 2^(code - 127) in fp32; 255 is NaN."""
-    wide = codes.to(tl.int32)
-    bits = tl.where(wide == 0, 0x00400000, wide << 23)
-    return tl.where(wide == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def round_groups(x):
     """Return x [R, G, 32] fp32 through FP8 with one UE8M0 scale per 32 and back (section 9.2).
 
@@ -184,7 +178,7 @@ def _fp4_loaded(w_ptr, at, there, scale_codes, EVEN: tl.constexpr, UPCAST: tl.co
         t3 = ((v << 2) & -2134867776) | ((v >> 6) & 0x01000100)  # 0x80C080C0
         low = tl.join(_lanes(v & m), _lanes((v << 6) & m))  # [G, BN, word, lane, pair]
         high = tl.join(_lanes(t2 & m), _lanes(t3))
-        scale = ue8m0(scale_codes)[:, :, None]
+        scale = ue8m0_value(scale_codes)[:, :, None]
         shape: tl.constexpr = (at.shape[0], at.shape[1], 16)
         low = tl.reshape(tl.permute(low, (0, 1, 2, 4, 3)), shape) * scale
         high = tl.reshape(tl.permute(high, (0, 1, 2, 4, 3)), shape) * scale
@@ -207,7 +201,7 @@ def _fp4_loaded(w_ptr, at, there, scale_codes, EVEN: tl.constexpr, UPCAST: tl.co
 def _fp8_scaled(w, codes, UPCAST: tl.constexpr):
     """Return e4m3 values [G, BN, 32] times their scale, UE8M0 codes [G, BN]."""
     if UPCAST:
-        y = w.to(tl.float32) * ue8m0(codes)[:, :, None]
+        y = w.to(tl.float32) * ue8m0_value(codes)[:, :, None]
     else:
         code = codes.to(tl.int32)
         pair = tl.where(code == 0, 0x40, code << 7) * 65537
@@ -275,9 +269,9 @@ def row_product(
             part = tl.sum(w.to(tl.float32) * x.to(tl.float32), axis=2)
             if KIND == FP8:
                 if EVEN:
-                    part *= ue8m0(tl.load(at_s + k // 32))
+                    part *= ue8m0_value(tl.load(at_s + k // 32))
                 else:
-                    part *= ue8m0(tl.load(at_s + k // 32, mask=there, other=127))
+                    part *= ue8m0_value(tl.load(at_s + k // 32, mask=there, other=127))
             acc += part
         total = tl.sum(acc, axis=0)
     return total
@@ -370,18 +364,6 @@ def _dot(x, w, acc, UPCAST: tl.constexpr):
 
 
 @triton.jit
-def wait_for_inputs(OVERLAP: tl.constexpr):
-    """Let the next kernel start, then wait until the one before has finished.
-
-    With programmatic dependent launch the start of a kernel lies under the end of the one before.
-    Nothing that an earlier kernel wrote or still reads may be touched before this; weights may.
-    """
-    if OVERLAP > 0:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-
-
-@triton.jit
 def prefetch_rows(w_ptr, n, row_bytes, first_byte, BYTES: tl.constexpr):
     """Ask for bytes first_byte ... + BYTES of rows n of a byte matrix, into the L2 cache."""
     line = tl.arange(0, BYTES // 128) * 128
@@ -409,6 +391,12 @@ def last_to_arrive(count_ptr, total):
     if is_last:
         tl.store(count_ptr, 0)
     return is_last
+
+
+def overlap_of(overlap: int, device: torch.device) -> dict[str, int | bool]:
+    """Return the launch options of a kernel with that kind of overlap, where the device has it."""
+    options = overlap_options(overlap > 0, device)
+    return options | {"OVERLAP": overlap if options["OVERLAP"] else 0}
 
 
 def counters(device: torch.device | str, count: int) -> Tensor:

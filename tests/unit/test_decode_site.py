@@ -169,6 +169,9 @@ def test_empty_and_refused_sites():
     assert out.x.shape == (0, 64)
     with pytest.raises(SiteUnsupportedError, match="expected 4"):
         hyper_site(streams[:, :2], parts, before, incoming, site, **NUMBERS)
+    narrow = SiteLaunch(channels=16, tokens=1, warps=4)
+    with pytest.raises(SiteUnsupportedError, match="slices of 16"):
+        hyper_site(streams, parts, before, incoming, site, **NUMBERS, launch=narrow)
     with pytest.raises(SiteUnsupportedError, match="hidden_size"):
         hyper_site(streams[..., :40], parts, before, incoming, site, **NUMBERS)
 
