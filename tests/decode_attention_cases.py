@@ -105,8 +105,11 @@ def topk_rows(rows, num, device, *, seed=0):
     if rows > 1:
         scores[1, torch.rand(num, generator=g) < 0.5] = -torch.inf
         scores[1, :: max(1, num // 3)] = torch.nan
+        scores[-1, torch.rand(num, generator=g) < 0.1] = torch.inf
+        scores[-1, num // 2] = 3e38
     lengths = torch.randint(0, num + 1, (rows,), generator=g)
     lengths[:2] = num
+    lengths[-1] = num
     if rows > 3:
         lengths[2], lengths[3] = 0, 1
     return scores.to(device), lengths.to(device)

@@ -2,10 +2,10 @@
 
 A tournament: each program finds the k best of its stretch of a row, in order of position, and the
 survivors of all stretches play the next level, until one stretch is left. The threshold is found by
-halving an interval of ordered integers until exactly k scores reach it, so nothing is sorted,
-nothing is added by atomics and every launch gives the same answer. Levels depend on the capacity
-alone and programs on the row's length, so a graph can hold it. The easy mistake: comparing floats
-with their signs of zero; 0 and -0 are equal and must tie (D01).
+narrowing an interval of ordered integers until exactly k scores reach it, by a guess and by halves
+in turn, so nothing is sorted, nothing is added by atomics and every launch gives the same answer.
+Levels depend on the capacity alone and programs on the row's length, so a graph can hold it. The
+easy mistake: comparing floats with their signs of zero; 0 and -0 are equal and must tie (D01).
 Definition: `attention_refs.select_topk_rows_ref`. Source: spec/backbone.md sections 5.4 and 5.5.
 """
 
@@ -32,23 +32,38 @@ class SelectTopkUnsupportedError(ValueError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SelectLaunch:
-    """Scores of one stretch, and the warps that hold them."""
+    """Scores of one stretch, the warps that hold them, and registers of a thread (0: any)."""
 
     stretch: int
     num_warps: int
+    max_registers: int = 0
+
+    def options(self) -> dict[str, int]:
+        """Return what the kernel is compiled with."""
+        limit = {"maxnreg": self.max_registers} if self.max_registers else {}
+        return {"STRETCH": self.stretch, "num_warps": self.num_warps, **limit}
 
 
-# The longest stretch; a row of fewer scores gets one of its own length.
-_LAUNCHES = {"any": SelectLaunch(stretch=16384, num_warps=16)}
+# The longest stretch by k; a row of fewer scores gets one of its own length.
+# Measured on Hopper alone, and served to all.
+_LAUNCHES = {
+    "any": {
+        0: SelectLaunch(stretch=4096, num_warps=4),
+        513: SelectLaunch(stretch=8192, num_warps=8),
+    }
+}
 # What `bench/gpu_decode_attention.py` times, and the compiled tests run.
 BENCHED = tuple(
-    SelectLaunch(stretch=stretch, num_warps=warps)
-    for stretch, warps in ((4096, 4), (4096, 8), (8192, 8), (8192, 16), (16384, 16), (32768, 32))
-)
+    SelectLaunch(stretch=stretch, num_warps=warps, max_registers=registers)
+    for stretch, warps, registers in (
+        (4096, 4, 0), (4096, 4, 128), (8192, 8, 0), (8192, 8, 128),
+    )
+)  # fmt: skip
 
 # Ordered as integers: minus infinity, and below it what may not be chosen.
 _MINUS_INFINITY = tl.constexpr(-2139095041)
 _NEVER = tl.constexpr(-2147483648)
+_INFINITY = tl.constexpr(2139095040)
 
 
 @triton.jit
@@ -57,6 +72,12 @@ def _ordered(x):
     x = tl.where(x != x, float("-inf"), x)
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _score(key):
+    """Return the float of a key; the inverse of `_ordered`."""
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -91,16 +112,32 @@ def _stretch_kernel(
         low = _MINUS_INFINITY + 1
         if tl.sum(possible.to(tl.int32), 0) > K:
             # At least K keys reach `low`, fewer than K reach `high`.
-            high = tl.max(key, 0)
             low = tl.min(tl.where(possible, key, 2147483647), 0)
-            if tl.sum((key >= high).to(tl.int32), 0) >= K:
-                low = high
+            high = tl.max(tl.where(key < _INFINITY, key, _NEVER), 0) + 1
+            reach_low = tl.sum(possible.to(tl.int32), 0)
+            reach_high = tl.sum((key >= high).to(tl.int32), 0)
+            if reach_high >= K:
+                low = _INFINITY
+                high = low
+            turn = 0
             while low + 1 < high:
                 middle = (low >> 1) + (high >> 1) + (low & high & 1)
+                if turn % 2 == 0:
+                    # Were the logarithm of the count a line over the scores, this would hit K.
+                    top = tl.log(reach_low.to(tl.float32))
+                    share = top - tl.log(tl.maximum(reach_high, 1).to(tl.float32))
+                    share = (top - tl.log(tl.cast(K, tl.float32))) / tl.maximum(share, 1e-6)
+                    guess = _score(low) + share * (_score(high) - _score(low))
+                    middle = tl.minimum(tl.maximum(_ordered(guess), low + 1), high - 1)
                 count = tl.sum((key >= middle).to(tl.int32), 0)
-                low = tl.where(count >= K, middle, low)
-                high = tl.where(count >= K, high, middle)
+                if count >= K:
+                    low = middle
+                    reach_low = count
+                else:
+                    high = middle
+                    reach_high = count
                 high = tl.where(count == K, low, high)
+                turn += 1
         above = key > low
         level = key == low
         room = K - tl.sum(above.to(tl.int32), 0)
@@ -142,7 +179,8 @@ def select_topk_rows_unsupported(scores: Tensor, k: int) -> str | None:
 
 def select_launch(capacity: int, k: int, device: torch.device) -> SelectLaunch:
     """Return the launch for rows of `capacity` scores on a device."""
-    longest = launch_for(_LAUNCHES, device)
+    table = launch_for(_LAUNCHES, device)
+    longest = table[max(least for least in table if least <= k)]
     stretch = max(triton.next_power_of_2(capacity), triton.next_power_of_2(2 * k), 1024)
     if stretch >= longest.stretch:
         return longest
@@ -170,7 +208,7 @@ def select_topk_rows(
     assert 2 * k <= stretch <= 1 << 15
     scores = scores.contiguous()
     index, width, level = out, capacity, 0
-    sizes = {"STRETCH": stretch, "SLOTS": triton.next_power_of_2(k), "num_warps": launch.num_warps}
+    sizes = {"SLOTS": triton.next_power_of_2(k), **launch.options()}
     sizes |= overlap_options(overlap, scores.device)
     while width > stretch:
         chunks = -(-width // stretch)
