@@ -56,17 +56,24 @@ class Launches:
     route: RouteLaunch | None = None
     site: SiteLaunch | None = None
     overlap: int = 0
+    invariant: bool = False
 
     @classmethod
-    def overlapping(cls, tokens: int, device: str, overlap: int) -> Launches:
-        """Return the tables' parameters for `tokens` tokens, with that kind of overlap."""
-        of = tokens, torch.device(device)
+    def chosen(
+        cls, tokens: int, device: str, *, overlap: int = 0, invariant: bool = False
+    ) -> Launches:
+        """Return the tables' parameters for `tokens` tokens, with that kind of overlap.
+
+        invariant  those under which a sequence's step does not depend on its neighbours
+        """
+        of = tokens, torch.device(device), invariant
         return cls(
             linear=replace(linear_launch(*of), overlap=overlap),
             experts=replace(expert_launch(*of), overlap=overlap),
             route=replace(route_launch(*of), overlap=overlap),
             site=replace(site_launch(*of), overlap=overlap),
             overlap=overlap,
+            invariant=invariant,
         )
 
 
@@ -417,6 +424,7 @@ class Step:
             cache.window_index if is_window else self.topk[spec.topk_owner],
             layer.sink,
             rotation,
+            invariant=self.launches.invariant,
             overlap=self.overlap,
         )
         z = self.linear(out.flatten(1), layer.wo_a, groups=c.o_groups, round_output=True)

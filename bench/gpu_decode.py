@@ -565,7 +565,9 @@ def step_part(bench: Bench, options) -> None:
             times = {}
             for overlap in overlaps:
                 try:
-                    launches = Launches.overlapping(batch, DEVICE, overlap)
+                    launches = Launches.chosen(
+                        batch, DEVICE, overlap=overlap, invariant=options.invariant
+                    )
                     for name, launch in best_launches.items():
                         setattr(launches, name, replace(launch, overlap=overlap))
                     times[overlap] = one_step(bench, model, line, is_whole, options, launches)
@@ -592,7 +594,7 @@ def one_step(bench: Bench, model: Model, line: dict, is_whole: bool, options, la
     anchor = floor_seconds(costs, 4.3e12, 790e12) * 1e6
     median = statistics.median(medians)
     result = dict(
-        **line, overlap=launches.overlap, us=round(median, 1),
+        **line, overlap=launches.overlap, invariant=launches.invariant, us=round(median, 1),
         runs_us=[round(m, 1) for m in medians],
         spread_us=[round(min(map(min, runs)), 1), round(max(map(max, runs)), 1)],
         distinct_experts=[min(distinct), round(statistics.mean(distinct), 2), max(distinct)],
@@ -637,6 +639,9 @@ def main() -> int:
         "--tune", nargs="*", choices=("experts", "linear", "site"), default=[],
         help="time launches first, take the best",
     )  # fmt: skip
+    parser.add_argument(
+        "--invariant", action="store_true", help="launches that no neighbour changes"
+    )
     parser.add_argument("--no-profile", action="store_true")
     parser.add_argument("--chosen-only", action="store_true", help="no other launches")
     options = parser.parse_args()

@@ -10,7 +10,7 @@ Source: spec/backbone.md sections 8 and 9.1.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -82,6 +82,7 @@ _FEW = ExpertLaunch(gate_rows=64, down_rows=128, columns=256, tile_columns=128, 
 _ONE = ExpertLaunch(gate_rows=32, down_rows=32, columns=256, tile_columns=128, warps=8, stages=3)
 # (one token, up to 16, more) by device family.
 _LAUNCH: dict[str, tuple[ExpertLaunch, ExpertLaunch, ExpertLaunch]] = {"any": (_ONE, _FEW, _FEW)}
+_INVARIANT = {"any": replace(_FEW, by_rows=False)}
 
 
 class ExpertsUnsupportedError(ValueError):
@@ -298,8 +299,10 @@ def experts_unsupported(x: Tensor, w: ExpertWeights) -> str | None:
     return None
 
 
-def expert_launch(tokens: int, device: torch.device) -> ExpertLaunch:
-    """Return the parameters for `tokens` tokens on a device."""
+def expert_launch(tokens: int, device: torch.device, invariant: bool = False) -> ExpertLaunch:
+    """Return the parameters for `tokens` tokens on a device; invariant as `linear_launch`."""
+    if invariant:
+        return launch_for(_INVARIANT, device)
     one, few, many = launch_for(_LAUNCH, device)
     return one if tokens == 1 else few if tokens <= 16 else many
 

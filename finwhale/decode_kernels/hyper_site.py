@@ -76,6 +76,7 @@ _LAUNCH: dict[str, tuple[SiteLaunch, SiteLaunch, SiteLaunch]] = {
         SiteLaunch(channels=64, tokens=4, warps=8),
     ),
 }
+_INVARIANT = {"any": SiteLaunch(channels=64, tokens=1, warps=4)}
 
 
 class SiteUnsupportedError(ValueError):
@@ -362,8 +363,10 @@ def site_scratch(tokens: int, channels: int, device: torch.device | str) -> Site
     )
 
 
-def site_launch(tokens: int, device: torch.device) -> SiteLaunch:
-    """Return the parameters for `tokens` tokens on a device."""
+def site_launch(tokens: int, device: torch.device, invariant: bool = False) -> SiteLaunch:
+    """Return the parameters for `tokens` tokens on a device; invariant as `linear_launch`."""
+    if invariant:
+        return launch_for(_INVARIANT, device)
     one, few, many = launch_for(_LAUNCH, device)
     return one if tokens == 1 else few if tokens <= 16 else many
 

@@ -4,7 +4,8 @@ The release rounds the input of every FP8 matrix to FP8 in groups of 32; here th
 of whoever makes the input, once, and not of each product: `round_output` rounds what this product
 hands to the next one. K may be split over programs; the last of them to arrive adds the parts in
 order, so a launch is deterministic and there is no second one. A row's result does not depend on
-its neighbours within one launch form; the forms (one row; a tile of rows) sum in another order.
+its neighbours within one launch form; the forms (one row; tiles of several sizes) sum in another
+order, unless the launch is the invariant one.
 The easy mistake: `groups`, the block-diagonal product of `wo_a`, where output rows read different
 slices of x. Source: spec/backbone.md sections 4.6 and 9.1.
 """
@@ -45,6 +46,7 @@ class LinearLaunch:
     rows, columns   BN output rows by BK columns of the matrix per step; rows a multiple of 32 where
                     outputs are rounded
     programs        aimed at; K is split until there are about so many
+    block           rows of x per program; 0: by their number. Fixed, a row's sums have one order
     overlap         1: the launch begins under the end of the one before; 2: and asks for weights
     """
 
@@ -53,6 +55,7 @@ class LinearLaunch:
     programs: int
     warps: int
     stages: int
+    block: int = 0
     overlap: int = 0
 
 
@@ -63,6 +66,10 @@ _LAUNCH: dict[str, tuple[LinearLaunch, LinearLaunch, LinearLaunch]] = {
         LinearLaunch(rows=64, columns=128, programs=396, warps=4, stages=4),
         LinearLaunch(rows=128, columns=128, programs=264, warps=8, stages=3),
     ),
+}
+# Serves every number of rows alike.
+_INVARIANT = {
+    "any": LinearLaunch(rows=64, columns=128, programs=396, warps=4, stages=4, block=16),
 }
 
 
@@ -185,8 +192,13 @@ def linear_unsupported(x: Tensor, weight: Tensor, groups: int, round_output: boo
     return None
 
 
-def linear_launch(rows: int, device: torch.device) -> LinearLaunch:
-    """Return the parameters for `rows` rows on a device."""
+def linear_launch(rows: int, device: torch.device, invariant: bool = False) -> LinearLaunch:
+    """Return the parameters for `rows` rows on a device.
+
+    invariant  those that give a row the same bits whatever its neighbours and their number
+    """
+    if invariant:
+        return launch_for(_INVARIANT, device)
     one, few, many = launch_for(_LAUNCH, device)
     return one if rows == 1 else few if rows <= 16 else many
 
@@ -221,7 +233,7 @@ def linear_fp8(
         return out
     launch = linear_launch(tokens, x.device) if launch is None else launch
     is_interpreted_here = is_interpreted(_linear_kernel)
-    bm = _row_block(tokens)
+    bm = launch.block or _row_block(tokens)
     bn, splits, chunk = _shape(launch, tokens, outputs, width, groups)
     grid = (-(-outputs // bn), splits, -(-tokens // bm))
     if scratch is None:
@@ -234,7 +246,7 @@ def linear_fp8(
         tokens, outputs, width, x.shape[1], outputs // groups, chunk,
         KIND=BF16 if scales is None else FP8, BM=bm, BN=bn, BK=launch.columns, SPLITS=splits,
         EVEN=width == splits * chunk and chunk % launch.columns == 0, ROUND=round_output,
-        PADDED=triton.next_power_of_2(splits), IS_ROW=tokens == 1,
+        PADDED=triton.next_power_of_2(splits), IS_ROW=bm == 1,
         HEAD=head_dim, R2=0 if turn is None else turn.shape[-1],
         UPCAST=is_interpreted_here,
         num_warps=launch.warps, num_stages=launch.stages, **overlap_of(launch.overlap, x.device),
@@ -247,7 +259,7 @@ def linear_scratch(
 ) -> tuple[Tensor, Tensor]:
     """Return scratch for products of this size or smaller ones."""
     launch = linear_launch(tokens, device) if launch is None else launch
-    bm = _row_block(tokens)
+    bm = launch.block or _row_block(tokens)
     bn, splits, _ = _shape(launch, tokens, outputs, width, 1)
     tiles = -(-outputs // bn) * -(-tokens // bm)
     return torch.empty(tiles * splits * bm * bn, device=device), counters(device, tiles)

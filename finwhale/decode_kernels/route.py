@@ -52,13 +52,14 @@ class Routing(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RouteLaunch:
-    """Rows and columns of the matrix per step, programs aimed at; overlap as `LinearLaunch`."""
+    """Rows and columns of the matrix per step, programs aimed at; the rest as `LinearLaunch`."""
 
     rows: int
     columns: int
     programs: int
     warps: int
     stages: int
+    block: int = 0
     overlap: int = 0
 
 
@@ -68,6 +69,9 @@ _LAUNCH: dict[str, tuple[RouteLaunch, RouteLaunch]] = {
         RouteLaunch(rows=16, columns=256, programs=128, warps=4, stages=2),
         RouteLaunch(rows=32, columns=128, programs=32, warps=8, stages=3),
     ),
+}
+_INVARIANT = {
+    "any": RouteLaunch(rows=32, columns=128, programs=32, warps=8, stages=3, block=16),
 }
 
 
@@ -130,20 +134,21 @@ def _route_kernel(
     n = tl.minimum(place, X - 1)
     begin = split * chunk
     end = tl.minimum(begin + chunk, C)
-    row = tl.arange(0, BM)
     if OVERLAP > 1 and EVEN:
         prefetch_rows(w_ptr, n, 2 * C, 2 * begin, 2 * BK)
     wait_for_earlier(OVERLAP > 0)
-    if IS_ROW:
-        acc = row_product(x_ptr, w_ptr, w_ptr, n, begin, end, C, BF16, BX, BK, EVEN, UPCAST)
-        acc = acc[None, :]
-    else:
-        acc = tile_product(
-            x_ptr, row.to(tl.int64) * C, row < T, w_ptr, w_ptr, n, begin, end, C,
-            BF16, BM, BX, BK, EVEN, UPCAST,
-        )  # fmt: skip
-    at = (split * T + row)[:, None] * X + place[None, :]
-    tl.store(part_ptr + at, acc, mask=(row < T)[:, None] & (place < X)[None, :])
+    for start in range(0, T, BM):
+        row = start + tl.arange(0, BM)
+        if IS_ROW:
+            acc = row_product(x_ptr, w_ptr, w_ptr, n, begin, end, C, BF16, BX, BK, EVEN, UPCAST)
+            acc = acc[None, :]
+        else:
+            acc = tile_product(
+                x_ptr, row.to(tl.int64) * C, row < T, w_ptr, w_ptr, n, begin, end, C,
+                BF16, BM, BX, BK, EVEN, UPCAST,
+            )  # fmt: skip
+        at = (split * T + row)[:, None] * X + place[None, :]
+        tl.store(part_ptr + at, acc, mask=(row < T)[:, None] & (place < X)[None, :])
     if last_to_arrive(count_ptr, tl.num_programs(0) * SPLITS):
         e = tl.arange(0, XP)
         bias = tl.load(bias_ptr + e, mask=e < X, other=0.0)
@@ -233,8 +238,10 @@ def route_scratch(tokens: int, experts: int, device: torch.device | str) -> Rout
     return RouteScratch(torch.empty(32 * tokens * experts, device=device), counters(device, 1))
 
 
-def route_launch(tokens: int, device: torch.device) -> RouteLaunch:
-    """Return the parameters for `tokens` tokens on a device."""
+def route_launch(tokens: int, device: torch.device, invariant: bool = False) -> RouteLaunch:
+    """Return the parameters for `tokens` tokens on a device; invariant as `linear_launch`."""
+    if invariant:
+        return launch_for(_INVARIANT, device)
     one, more = launch_for(_LAUNCH, device)
     return one if tokens == 1 else more
 
@@ -276,12 +283,13 @@ def route(
     chunk = steps // splits * launch.columns
     scratch = route_scratch(tokens, experts, x.device) if scratch is None else scratch
     padded = triton.next_power_of_2(experts)
+    least = 2 if launch.block else 1  # one token alone adds its parts in another order
+    block = launch.block or (1 if tokens == 1 else max(16, triton.next_power_of_2(tokens)))
     _route_kernel[(tiles, splits)](
         x, weight, bias, *scratch, *found, tokens, experts, channels, slots, scaling, chunk,
         KEPT=k, BX=launch.rows, BK=launch.columns,
-        BM=1 if tokens == 1 else max(16, triton.next_power_of_2(tokens)), SPLITS=splits,
-        EVEN=channels == splits * chunk, IS_ROW=tokens == 1,
-        TB=max(1, min(triton.next_power_of_2(tokens), 8192 // padded)), XP=padded,
+        BM=block, SPLITS=splits, EVEN=channels == splits * chunk, IS_ROW=block == 1,
+        TB=max(least, min(triton.next_power_of_2(tokens), 4096 // padded)), XP=padded,
         PP=triton.next_power_of_2(tokens * k), PADDED=triton.next_power_of_2(splits),
         UPCAST=is_interpreted(_route_kernel),
         num_warps=launch.warps, num_stages=launch.stages, **overlap_of(launch.overlap, x.device),

@@ -191,6 +191,25 @@ def test_overlapping_launches_change_no_bit(tokens, released):
             assert torch.equal(got, want)
 
 
+def test_invariant_launches_give_a_token_the_same_bits_in_any_batch(released):
+    z = torch.randn(64, WIDE, device=DEVICE).bfloat16()
+    gate = (torch.randn(384, WIDE, device=DEVICE) * WIDE**-0.5).bfloat16()
+    bias = torch.zeros(384, device=DEVICE)
+    codes, scales = fp8(1792, WIDE)
+    of = z.device, True
+
+    def run(rows):
+        x = z[rows]
+        routing = route(x, gate, bias, 6, 1.5, route_launch(1, *of))
+        product = linear_fp8(x, codes, scales, launch=linear_launch(1, *of))
+        return product, experts_w4(x, routing, released, LIMIT, expert_launch(1, *of))
+
+    whole = run(slice(0, 64))
+    for rows in (slice(0, 1), slice(63, 64), slice(5, 13), slice(1, 34)):
+        for got, want in zip(run(rows), whole, strict=True):
+            assert torch.equal(got, want[rows])
+
+
 def test_a_graph_replays_what_ran_eagerly(released):
     """Route, experts and site in one graph, on new inputs at each replay."""
     z = torch.randn(8, WIDE, device=DEVICE).bfloat16()

@@ -14,6 +14,7 @@ from finwhale.decode_kernels.experts_w4 import (
     ExpertLaunch,
     ExpertsUnsupportedError,
     ExpertWeights,
+    expert_launch,
     experts_w4,
     experts_w4_ref,
 )
@@ -21,6 +22,7 @@ from finwhale.decode_kernels.route import (
     RouteUnsupportedError,
     Routing,
     route,
+    route_launch,
     route_ref,
     routing_lists,
 )
@@ -199,6 +201,26 @@ def test_tokens_do_not_meet_their_neighbours():
     whole = experts_w4(x, routing, w, LIMIT)
     x[:4] = torch.nan
     assert torch.equal(experts_w4(x, routing, w, LIMIT)[4:], whole[4:])
+
+
+def test_invariant_tokens_do_not_know_how_many_they_are():
+    """Router and experts: each token alone has the bits it has among 18."""
+    w, (x, gate, bias) = weights_of(3, 64, 32), logits_inputs(18, 3, 64)
+    of = x.device, True
+    of_route = route_launch(18, *of)
+    of_experts = expert_launch(18, *of)
+    z = round_fp8(x)
+
+    def run(rows):
+        found = route(x[rows], gate, bias, 2, 1.5, of_route)
+        return found.weights, experts_w4(z[rows], found, w, LIMIT, of_experts)
+
+    whole = run(slice(0, 18))
+    # At the same places of a block of 16: a CPU's matrix product may sum other rows otherwise.
+    for rows in (slice(0, 1), slice(16, 18), slice(0, 7)):
+        for got, want in zip(run(rows), whole, strict=True):
+            assert torch.equal(got, want[rows])
+    assert (expert_launch(1, *of), route_launch(1, *of)) == (of_experts, of_route)
 
 
 def test_empty_and_refused_experts():

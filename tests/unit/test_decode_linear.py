@@ -1,6 +1,7 @@
 """Products of the decode step in Triton's interpreter, or compiled where there is a GPU."""
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from finwhale.decode_kernels.linear_fp8 import (
     LinearUnsupportedError,
     linear_fp8,
     linear_fp8_ref,
+    linear_launch,
 )
 from finwhale.ops.rope import apply_rope, rope_frequencies, rope_rotation
 from finwhale.ops.rounding import round_fp8
@@ -135,6 +137,17 @@ def test_rows_do_not_meet_their_neighbours():
     whole = linear_fp8(x, codes, scales)
     x[:4] = torch.nan
     assert torch.equal(linear_fp8(x, codes, scales)[4:], whole[4:])
+
+
+def test_invariant_rows_do_not_know_how_many_they_are():
+    x, codes, scales = inputs(19, 65, 256)
+    launch = replace(linear_launch(19, x.device, invariant=True), programs=8)
+    whole = linear_fp8(x, codes, scales, out_dtype=torch.float32, launch=launch)
+    # At the same places of a block of 16: a CPU's matrix product may sum other rows otherwise.
+    for part in (slice(0, 1), slice(16, 19), slice(0, 8), slice(0, 17)):
+        alone = linear_fp8(x[part], codes, scales, out_dtype=torch.float32, launch=launch)
+        assert torch.equal(alone, whole[part])
+    assert linear_launch(1, x.device, invariant=True) == linear_launch(64, x.device, invariant=True)
 
 
 def test_empty_and_refused_inputs():

@@ -15,6 +15,7 @@ from finwhale.decode_kernels.hyper_site import (
     SiteUnsupportedError,
     hyper_site,
     hyper_site_ref,
+    site_launch,
     split_normed,
     split_normed_ref,
 )
@@ -160,6 +161,19 @@ def test_tokens_do_not_meet_their_neighbours():
     assert torch.equal(got[0][3:], whole[0][3:])
     assert torch.equal(got[1].x[3:], whole[1].x[3:])
     assert got[1].x[:3].isnan().all()
+
+
+def test_invariant_tokens_do_not_know_how_many_they_are():
+    streams, parts, before, incoming, site = inputs(18, 64)
+    launch = site_launch(18, streams.device, invariant=True)
+    assert launch == site_launch(1, streams.device, invariant=True)
+    whole = run(hyper_site, (streams, parts, before, incoming, site), launch=launch)
+    one = slice(17, 18)
+    mix = HyperMix(*(t[one] for t in before))
+    alone = run(hyper_site, (streams[one], parts[one], mix, incoming[one], site), launch=launch)
+    assert torch.equal(alone[0], whole[0][one])
+    assert torch.equal(alone[1].x, whole[1].x[one])
+    assert torch.equal(alone[1].mix.comb, whole[1].mix.comb[one])
 
 
 def test_empty_and_refused_sites():

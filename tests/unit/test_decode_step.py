@@ -168,7 +168,7 @@ def decoded(backbone, model, ids, change=None):
 
 
 def attention_of_the_model(
-    q, ring, window_index, main, entry_index, sink, rotation, *, overlap=False
+    q, ring, window_index, main, entry_index, sink, rotation, *, invariant=False, overlap=False
 ):
     """Gathered attention with probabilities rounded as the model rounds them (D04).
 
