@@ -1,0 +1,289 @@
+"""Products with an FP8 or BF16 matrix for 1 to 64 rows: y = x W^T, the matrix read once.
+
+The release rounds the input of every FP8 matrix to FP8 in groups of 32; here that is the business
+of whoever makes the input, once, and not of each product: `round_output` rounds what this product
+hands to the next one. K may be split over programs; the last of them to arrive adds the parts in
+order, so a launch is deterministic and there is no second one. A row's result does not depend on
+its neighbours within one launch form; the forms (one row; tiles of several sizes) sum in another
+order, unless the launch is the invariant one.
+The easy mistake: `groups`, the block-diagonal product of `wo_a`, where output rows read different
+slices of x. Source: spec/backbone.md sections 4.6 and 9.1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from finwhale.decode_kernels.launch import is_interpreted, launch_for, wait_for_earlier
+from finwhale.decode_kernels.tiles import (
+    BF16,
+    FP8,
+    GROUP,
+    counters,
+    last_to_arrive,
+    overlap_of,
+    prefetch_rows,
+    round_groups,
+    row_product,
+    tile_product,
+    to_bf16,
+)
+from finwhale.ops.linear import grouped_linear
+from finwhale.ops.rope import apply_rope
+from finwhale.ops.rounding import round_fp8
+from finwhale.ops.weight_formats import dequantize_weight
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinearLaunch:
+    """How one product is launched.
+
+    rows, columns   BN output rows by BK columns of the matrix per step; rows a multiple of 32 where
+                    outputs are rounded
+    programs        aimed at; K is split until there are about so many
+    block           rows of x per program; 0: by their number. Fixed, a row's sums have one order
+    overlap         1: the launch begins under the end of the one before; 2: and asks for weights
+    """
+
+    rows: int
+    columns: int
+    programs: int
+    warps: int
+    stages: int
+    block: int = 0
+    overlap: int = 0
+
+
+# (one row, up to 16 rows, more) by device family.
+_LAUNCH: dict[str, tuple[LinearLaunch, LinearLaunch, LinearLaunch]] = {
+    "any": (
+        LinearLaunch(rows=32, columns=256, programs=1056, warps=4, stages=2),
+        LinearLaunch(rows=64, columns=128, programs=396, warps=4, stages=4),
+        LinearLaunch(rows=128, columns=128, programs=264, warps=8, stages=3),
+    ),
+}
+# Serves every number of rows alike.
+_INVARIANT = {
+    "any": LinearLaunch(rows=64, columns=128, programs=396, warps=4, stages=4, block=16),
+}
+
+
+class LinearUnsupportedError(ValueError):
+    """These inputs cannot run in the kernel; the message names the field and its value."""
+
+
+@triton.jit
+def _linear_kernel(
+    x_ptr, w_ptr, s_ptr, turn_ptr, out_ptr, part_ptr, count_ptr,
+    T, ROWS, K, x_row, group_rows, chunk,
+    KIND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    SPLITS: tl.constexpr, PADDED: tl.constexpr, EVEN: tl.constexpr, ROUND: tl.constexpr,
+    HEAD: tl.constexpr, R2: tl.constexpr, IS_ROW: tl.constexpr, OVERLAP: tl.constexpr,
+    UPCAST: tl.constexpr,
+):  # fmt: skip
+    tile, split, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    place = tile * BN + tl.arange(0, BN)
+    n = tl.minimum(place, ROWS - 1)
+    # All rows of a tile lie in one group: the host picks BN so.
+    x_group = x_ptr + tl.cast(tile * BN // group_rows, tl.int64) * K
+    begin = split * chunk
+    end = tl.minimum(begin + chunk, K)
+    row = block * BM + tl.arange(0, BM)
+    if OVERLAP > 1 and EVEN:
+        # The first step's weights travel while the kernel before still runs.
+        width: tl.constexpr = BK * (2 if KIND == BF16 else 1)
+        prefetch_rows(w_ptr, n, K * (2 if KIND == BF16 else 1), begin, width)
+    wait_for_earlier(OVERLAP > 0)
+    if IS_ROW:
+        acc = row_product(x_group, w_ptr, s_ptr, n, begin, end, K, KIND, BN, BK, EVEN, UPCAST)
+        acc = acc[None, :]
+    else:
+        acc = tile_product(
+            x_group, row.to(tl.int64) * x_row, row < T, w_ptr, s_ptr, n, begin, end, K,
+            KIND, BM, BN, BK, EVEN, UPCAST,
+        )  # fmt: skip
+    is_last = True
+    if SPLITS > 1:
+        index = block * tl.num_programs(0) + tile
+        inner = tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :]
+        parts = part_ptr + tl.cast(index, tl.int64) * (SPLITS * BM * BN) + inner
+        tl.store(parts + split * (BM * BN), acc)
+        is_last = last_to_arrive(count_ptr + index, SPLITS)
+        if is_last:
+            if BM == 1:
+                other = tl.arange(0, PADDED)[:, None]
+                whole = parts + other * BN
+                whole = tl.load(whole, mask=other < SPLITS, other=0.0, cache_modifier=".cg")
+                acc = tl.sum(whole, axis=0)[None, :]
+            else:
+                acc = tl.zeros([BM, BN], tl.float32)
+                for other in tl.static_range(SPLITS):
+                    acc += tl.load(parts + other * (BM * BN), cache_modifier=".cg")
+    if is_last:
+        if R2 > 0:
+            # RoPE: neighbouring outputs are a pair; only the last 2 * R2 channels of a head turn.
+            even, odd = tl.split(tl.reshape(to_bf16(acc, UPCAST), (BM, BN // 2, 2)))
+            channel = (tile * BN + 2 * tl.arange(0, BN // 2)) % HEAD - (HEAD - 2 * R2)
+            turning = (channel >= 0)[None, :] & (row < T)[:, None]
+            angle = turn_ptr + row[:, None] * R2 + (channel // 2)[None, :]
+            cos = tl.load(angle, mask=turning, other=1.0)
+            sin = tl.load(angle + T * R2, mask=turning, other=0.0)
+            turned = tl.join(even * cos - odd * sin, even * sin + odd * cos)
+            acc = tl.reshape(turned, (BM, BN))
+        if ROUND:
+            acc = tl.reshape(to_bf16(acc, UPCAST), (BM, BN // 32, 32))
+            acc = tl.reshape(round_groups(acc), (BM, BN))
+        if out_ptr.dtype.element_ty == tl.bfloat16:
+            acc = to_bf16(acc, UPCAST)
+        at = row.to(tl.int64)[:, None] * ROWS + place[None, :]
+        keep = (row < T)[:, None] & (place < ROWS)[None, :]
+        tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=keep)
+
+
+def linear_fp8_ref(
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor | None,
+    *,
+    groups: int = 1,
+    round_output: bool = False,
+    turn: Tensor | None = None,
+    head_dim: int = 0,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """Return x W^T, summed in fp32 and rounded once.
+
+    x         [T, groups * K] bf16, already rounded to FP8 groups where the release does so
+    weight    [O, K] float8_e4m3fn, or bf16 with `scales` None
+    scales    [ceil(O/32), K/32] float8_e8m0fnu or uint8
+    groups    output rows g * O/groups ... read columns g * K ... of x
+    turn      [2, T, R/2] fp32: RoPE of heads of `head_dim` outputs (section 4.7); None: none
+    returns   [T, O]; with round_output through FP8 in groups of 32 and back
+
+    Section 9.1; section 4.6, step 2 for groups.
+    """
+    w = weight.float() if scales is None else dequantize_weight(weight, scales)
+    y = grouped_linear(x.float().unflatten(-1, (groups, -1)), w).to(torch.float32)
+    if turn is not None:
+        heads = y.to(torch.bfloat16).unflatten(-1, (-1, head_dim))
+        y = apply_rope(heads, turn).flatten(-2)
+    y = y.to(torch.bfloat16) if round_output else y.to(out_dtype)
+    return round_fp8(y).to(out_dtype) if round_output else y
+
+
+def linear_unsupported(x: Tensor, weight: Tensor, groups: int, round_output: bool) -> str | None:
+    """Return why `linear_fp8` cannot take these inputs, or None."""
+    outputs, width = weight.shape
+    if width % GROUP:
+        return f"weight: {width} columns, expected a multiple of {GROUP}"
+    if x.dim() != 2 or x.shape[1] != groups * width:
+        return f"x: shape {tuple(x.shape)}, expected [T, {groups * width}]"
+    if outputs % groups or (groups > 1 and (outputs // groups) % GROUP):
+        return f"weight: {outputs} rows in {groups} groups, expected multiples of {GROUP}"
+    if round_output and outputs % GROUP:
+        return f"round_output: {outputs} outputs, expected a multiple of {GROUP}"
+    if not x.is_contiguous() or not weight.is_contiguous():
+        return "x or weight is not contiguous"
+    return None
+
+
+def linear_launch(rows: int, device: torch.device, invariant: bool = False) -> LinearLaunch:
+    """Return the parameters for `rows` rows on a device.
+
+    invariant  those that give a row the same bits whatever its neighbours and their number
+    """
+    if invariant:
+        return launch_for(_INVARIANT, device)
+    one, few, many = launch_for(_LAUNCH, device)
+    return one if rows == 1 else few if rows <= 16 else many
+
+
+def linear_fp8(
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor | None,
+    *,
+    groups: int = 1,
+    round_output: bool = False,
+    turn: Tensor | None = None,
+    head_dim: int = 0,
+    out_dtype: torch.dtype = torch.bfloat16,
+    launch: LinearLaunch | None = None,
+    scratch: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """Same contract as `linear_fp8_ref`; products are exact in bf16, sums are fp32.
+
+    launch   None: by the table
+    scratch  (parts fp32, zeroed counters int32) of `linear_scratch`, kept by the caller; None: made
+             here. Launches that may overlap need scratch of their own
+    """
+    reason = linear_unsupported(x, weight, groups, round_output)
+    if reason is None and turn is not None and (head_dim < 1 or len(weight) % head_dim):
+        reason = f"head_dim: {head_dim}, expected a divisor of {len(weight)} outputs"
+    if reason is not None:
+        raise LinearUnsupportedError(f"linear_fp8: {reason}")
+    tokens, (outputs, width) = len(x), weight.shape
+    out = torch.empty(tokens, outputs, dtype=out_dtype, device=x.device)
+    if not out.numel():
+        return out
+    launch = linear_launch(tokens, x.device) if launch is None else launch
+    is_interpreted_here = is_interpreted(_linear_kernel)
+    bm = launch.block or _row_block(tokens)
+    bn, splits, chunk = _shape(launch, tokens, outputs, width, groups)
+    grid = (-(-outputs // bn), splits, -(-tokens // bm))
+    if scratch is None:
+        scratch = (
+            torch.empty(grid[0] * grid[2] * splits * bm * bn, device=x.device),
+            counters(x.device, grid[0] * grid[2]),
+        )
+    _linear_kernel[grid](
+        x, weight, _bytes(scales, weight), x if turn is None else turn, out, *scratch,
+        tokens, outputs, width, x.shape[1], outputs // groups, chunk,
+        KIND=BF16 if scales is None else FP8, BM=bm, BN=bn, BK=launch.columns, SPLITS=splits,
+        EVEN=width == splits * chunk and chunk % launch.columns == 0, ROUND=round_output,
+        PADDED=triton.next_power_of_2(splits), IS_ROW=bm == 1,
+        HEAD=head_dim, R2=0 if turn is None else turn.shape[-1],
+        UPCAST=is_interpreted_here,
+        num_warps=launch.warps, num_stages=launch.stages, **overlap_of(launch.overlap, x.device),
+    )  # fmt: skip
+    return out
+
+
+def linear_scratch(
+    tokens: int, outputs: int, width: int, device: torch.device, launch: LinearLaunch | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return scratch for products of this size or smaller ones."""
+    launch = linear_launch(tokens, device) if launch is None else launch
+    bm = launch.block or _row_block(tokens)
+    bn, splits, _ = _shape(launch, tokens, outputs, width, 1)
+    tiles = -(-outputs // bn) * -(-tokens // bm)
+    return torch.empty(tiles * splits * bm * bn, device=device), counters(device, tiles)
+
+
+def _row_block(tokens: int) -> int:
+    """Return the rows of x in a program: a power of two, and 16 at least for a matrix unit."""
+    return 1 if tokens == 1 else min(64, max(16, 1 << (tokens - 1).bit_length()))
+
+
+def _shape(
+    launch: LinearLaunch, tokens: int, outputs: int, width: int, groups: int
+) -> tuple[int, int, int]:
+    """Return rows of a tile, splits of K and columns of a split."""
+    rows = launch.rows
+    while groups > 1 and (outputs // groups) % rows:
+        rows //= 2
+    tiles, steps = -(-outputs // rows), -(-width // launch.columns)
+    # A split of at least two steps; a count that divides the steps leaves no short one.
+    wanted = max(1, min(launch.programs // tiles, steps // 2))
+    splits = max(s for s in range(1, wanted + 1) if steps % s == 0)
+    return rows, splits, steps // splits * launch.columns
+
+
+def _bytes(scales: Tensor | None, weight: Tensor) -> Tensor:
+    """Return the scales as bytes; a matrix without any passes a pointer that nobody reads."""
+    return weight if scales is None else scales.view(torch.uint8)

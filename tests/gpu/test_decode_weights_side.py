@@ -1,0 +1,236 @@
+"""Decode kernels of the weights compiled for a GPU: released widths, far offsets, CUDA graphs.
+
+The small and odd shapes of `tests/unit/test_decode_{linear,experts,site,ends}.py` run compiled too
+where there is a GPU.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    # Before triton is imported: the interpreter's tests must be the first to do that on a CPU.
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+pytest.importorskip("triton", reason="triton is not installed")
+
+from finwhale.decode_kernels.engram_gate import engram_gather, engram_gather_ref
+from finwhale.decode_kernels.experts_w4 import (
+    ExpertWeights,
+    expert_launch,
+    experts_w4,
+    experts_w4_ref,
+)
+from finwhale.decode_kernels.hyper_site import Site, hyper_site, hyper_site_ref
+from finwhale.decode_kernels.linear_fp8 import linear_fp8, linear_fp8_ref, linear_launch
+from finwhale.decode_kernels.route import route, route_launch, route_ref
+from finwhale.ops.hyper_connection import HyperMix
+from finwhale.ops.rounding import round_fp8
+
+DEVICE = "cuda"
+WIDE, INNER, LIMIT = 5120, 2304, 10.0
+
+
+@pytest.fixture(autouse=True)
+def _full_precision():
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def some_bytes(*shape):
+    return torch.randint(0, 256, shape, dtype=torch.uint8, device=DEVICE)
+
+
+def fp8(rows, columns):
+    codes = (some_bytes(rows, columns) & 0xBF).view(torch.float8_e4m3fn)
+    return codes, (some_bytes(-(-rows // 32), columns // 32) & 7) + 117
+
+
+def activations(*shape):
+    return round_fp8(torch.randn(shape, device=DEVICE).bfloat16())
+
+
+def relative(got, want):
+    return float((got.float() - want.float()).norm() / want.float().norm())
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 8, 16, 17, 63, 64, 65, 1000])
+@pytest.mark.parametrize(
+    ("outputs", "width", "groups"),
+    [(1792, WIDE, 1), (32768, 1280, 1), (8192, 4096, 8), (WIDE, 8192, 1), (4097, 1280, 1)],
+)
+def test_products_at_released_widths(tokens, outputs, width, groups):
+    x, (codes, scales) = activations(tokens, groups * width), fp8(outputs, width)
+    want = linear_fp8_ref(x, codes, scales, groups=groups, out_dtype=torch.float32)
+    got = linear_fp8(x, codes, scales, groups=groups, out_dtype=torch.float32)
+    assert relative(got, want) < 2e-5  # sums of a matrix unit
+    wrong = scales.clone()
+    wrong[-1] += 3
+    assert (
+        relative(linear_fp8(x, codes, wrong, groups=groups, out_dtype=torch.float32), want) > 1e-4
+    )
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 64])
+def test_head_matrix_of_the_release(tokens):
+    x = torch.randn(tokens, WIDE, device=DEVICE).bfloat16()
+    w = torch.randn(129280, WIDE, device=DEVICE).bfloat16()
+    got = linear_fp8(x, w, None, out_dtype=torch.float32)
+    assert relative(got, x.float() @ w.float().T) < 2e-5
+
+
+@pytest.fixture(scope="module")
+def released():
+    """384 experts of released widths: their matrices reach beyond 2^31 elements."""
+    x = 384
+
+    def fp4(rows, columns):
+        return some_bytes(x, rows, columns // 2), (some_bytes(x, rows, columns // 32) & 1) + 118
+
+    return ExpertWeights(
+        *fp4(2 * INNER, WIDE), *fp4(WIDE, INNER), *fp8(2 * INNER, WIDE), *fp8(WIDE, INNER)
+    )
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 8, 33, 64])
+def test_experts_at_released_widths(tokens, released):
+    z = torch.randn(tokens, WIDE, device=DEVICE).bfloat16()
+    gate = (torch.randn(384, WIDE, device=DEVICE) * WIDE**-0.5).bfloat16()
+    bias = torch.randn(384, device=DEVICE) * 0.01
+    routing, want = route(z, gate, bias, 6, 1.5), route_ref(z, gate, bias, 6, 1.5)
+    assert float((routing.ids != want.ids).float().mean()) < 0.02  # near-ties of the sums
+    x = round_fp8(z)
+    got = experts_w4(x, routing, released, LIMIT)
+    assert relative(got, experts_w4_ref(x, routing, released, LIMIT)) < 5e-3
+    assert torch.equal(got, experts_w4(x, routing, released, LIMIT))
+
+
+def test_the_last_experts_lie_beyond_32_bit_offsets(released):
+    assert released.gate_up.numel() > 2**32
+    x = activations(1, WIDE)
+    gate = torch.zeros(384, WIDE, device=DEVICE).bfloat16()
+    bias = torch.zeros(384, device=DEVICE)
+    bias[378:] = 1.0
+    routing = route(x, gate, bias, 6, 1.5)
+    assert sorted(routing.ids[0].tolist()) == list(range(378, 384))
+    got = experts_w4(x, routing, released, LIMIT)
+    assert relative(got, experts_w4_ref(x, routing, released, LIMIT)) < 5e-3
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 8, 63, 64, 65])
+@pytest.mark.parametrize("parts", [1, 7])
+def test_site_at_released_width(tokens, parts):
+    streams = torch.randn(tokens, 4, WIDE, device=DEVICE).bfloat16()
+    rows = torch.randn(tokens, parts, WIDE, device=DEVICE).bfloat16()
+    before = HyperMix(*(torch.rand(tokens, *s, device=DEVICE) for s in ((4,), (4,), (4, 4))))
+    incoming = torch.rand(tokens, 4, device=DEVICE)
+    site = Site(
+        torch.randn(24, 4 * WIDE, device=DEVICE) / 143,
+        torch.randn(24, device=DEVICE),
+        torch.ones(3, device=DEVICE),
+        torch.randn(WIDE, device=DEVICE).bfloat16(),
+    )
+    numbers = {"iterations": 20, "norm_eps": 1e-20, "eps": 1e-6}
+    mine, his = streams.clone(), streams.clone()
+    got = hyper_site(mine, rows, before, incoming, site, **numbers)
+    want = hyper_site_ref(his, rows, before, incoming, site, **numbers)
+    assert relative(mine, his) < 1e-3
+    assert relative(got.x, want.x) < 2e-3
+    assert torch.equal(got.x_rounded, round_fp8(got.x))
+    for a, b in zip(got.mix, want.mix, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+def test_engram_rows_beyond_32_bit_offsets():
+    rows = (1 << 31) // 256 + 1000
+    table = (some_bytes(rows, 256) & 0xBF).view(torch.float8_e4m3fn)
+    scales = (some_bytes(rows, 8) & 7) + 120
+    primes = torch.full((3, 8), 997, device=DEVICE)
+    offsets = torch.full((3, 8), rows - 1000, device=DEVICE)
+    offsets[0] = 0
+    args = (
+        torch.randint(0, 99092, (33, 4), device=DEVICE),
+        torch.randint(1, 2**40, (4,), device=DEVICE) * 2 + 1,
+        primes, offsets, table, scales,
+    )  # fmt: skip
+    assert torch.equal(engram_gather(*args), engram_gather_ref(*args))
+
+
+@pytest.mark.parametrize("tokens", [1, 8])
+def test_overlapping_launches_change_no_bit(tokens, released):
+    """A chain of products that read each other's results, started early, in a graph."""
+    first, second = fp8(1280, WIDE), fp8(WIDE, 1280)
+    x = activations(tokens, WIDE)
+    gate = (torch.randn(384, WIDE, device=DEVICE) * WIDE**-0.5).bfloat16()
+    bias = torch.zeros(384, device=DEVICE)
+
+    def chain(overlap):
+        of = tokens, x.device
+        linear = replace(linear_launch(*of), overlap=overlap)
+        y = x
+        for _ in range(8):
+            y = linear_fp8(y, *first, round_output=True, launch=linear)
+            y = linear_fp8(y, *second, round_output=True, launch=linear)
+            routing = route(y, gate, bias, 6, 1.5, replace(route_launch(*of), overlap=overlap))
+            launch = replace(expert_launch(*of), overlap=overlap)
+            parts = experts_w4(y, routing, released, LIMIT, launch)
+            y = round_fp8((parts.float().sum(1) * 1e-2).bfloat16())
+        return y
+
+    want = chain(0)
+    for overlap in (1, 2):
+        graph = torch.cuda.CUDAGraph()
+        chain(overlap)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            got = chain(overlap)
+        for _ in range(5):
+            graph.replay()
+            assert torch.equal(got, want)
+
+
+def test_invariant_launches_give_a_token_the_same_bits_in_any_batch(released):
+    z = torch.randn(64, WIDE, device=DEVICE).bfloat16()
+    gate = (torch.randn(384, WIDE, device=DEVICE) * WIDE**-0.5).bfloat16()
+    bias = torch.zeros(384, device=DEVICE)
+    codes, scales = fp8(1792, WIDE)
+    of = z.device, True
+
+    def run(rows):
+        x = z[rows]
+        routing = route(x, gate, bias, 6, 1.5, route_launch(1, *of))
+        product = linear_fp8(x, codes, scales, launch=linear_launch(1, *of))
+        return product, experts_w4(x, routing, released, LIMIT, expert_launch(1, *of))
+
+    whole = run(slice(0, 64))
+    for rows in (slice(0, 1), slice(63, 64), slice(5, 13), slice(1, 34)):
+        for got, want in zip(run(rows), whole, strict=True):
+            assert torch.equal(got, want[rows])
+
+
+def test_a_graph_replays_what_ran_eagerly(released):
+    """Route, experts and site in one graph, on new inputs at each replay."""
+    z = torch.randn(8, WIDE, device=DEVICE).bfloat16()
+    gate = (torch.randn(384, WIDE, device=DEVICE) * WIDE**-0.5).bfloat16()
+    bias = torch.zeros(384, device=DEVICE)
+    codes, scales = fp8(1792, WIDE)
+
+    def launch():
+        routing = route(z, gate, bias, 6, 1.5)
+        return experts_w4(z, routing, released, LIMIT), linear_fp8(z, codes, scales)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        launch()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = launch()
+    for _ in range(3):
+        z.copy_(activations(8, WIDE))
+        graph.replay()
+        for got, want in zip(captured, launch(), strict=True):
+            assert torch.equal(got, want)

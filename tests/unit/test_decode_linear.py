@@ -1,0 +1,159 @@
+"""Products of the decode step in Triton's interpreter, or compiled where there is a GPU."""
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+pytest.importorskip("triton", reason="the kernels need triton")
+
+from finwhale.config.inventory import Storage
+from finwhale.decode_kernels.linear_fp8 import (
+    LinearLaunch,
+    LinearUnsupportedError,
+    linear_fp8,
+    linear_fp8_ref,
+    linear_launch,
+)
+from finwhale.ops.rope import apply_rope, rope_frequencies, rope_rotation
+from finwhale.ops.rounding import round_fp8
+from finwhale.ops.weight_formats import quantize_weight
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def inputs(tokens, outputs, width, groups=1):
+    g = torch.Generator().manual_seed(tokens + outputs)
+    x = torch.randn(tokens, groups * width, generator=g).bfloat16()
+    w = torch.randn(outputs, width, generator=g) * torch.logspace(-3, 2, outputs)[:, None]
+    codes, scales = quantize_weight(w, Storage.FP8_BLOCK)
+    return round_fp8(x).to(DEVICE), codes.to(DEVICE), scales.to(DEVICE)
+
+
+def agree(got, want, tolerance=1e-5):
+    """Row by row: the sums differ in order, an output may fall on the other side of a rounding."""
+    assert got.shape == want.shape
+    assert got.dtype == want.dtype
+    error = (got.float() - want.float()).norm(dim=0) / want.float().norm(dim=0).clamp_min(1e-30)
+    assert not error.numel() or float(error.max()) < tolerance
+
+
+SMALL = LinearLaunch(rows=32, columns=64, programs=8, warps=4, stages=2)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "outputs", "width"),
+    [(1, 33, 96), (1, 64, 512), (2, 100, 160), (5, 63, 64), (17, 65, 320), (65, 32, 256)],
+)
+@pytest.mark.parametrize("launch", [None, SMALL], ids=["table", "split"])
+def test_fp8_product_equals_the_reference(tokens, outputs, width, launch):
+    x, codes, scales = inputs(tokens, outputs, width)
+    want = linear_fp8_ref(x, codes, scales, out_dtype=torch.float32)
+    got = linear_fp8(x, codes, scales, out_dtype=torch.float32, launch=launch)
+    agree(got, want)
+    half = linear_fp8(x, codes, scales, launch=launch)
+    agree(half, want.bfloat16(), 8e-3)
+    again = linear_fp8(x, codes, scales, launch=launch)
+    assert torch.equal(half, again)
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_grouped_product_reads_its_own_slice_of_x(tokens):
+    x, codes, scales = inputs(tokens, 4 * 32, 64, groups=4)
+    want = linear_fp8_ref(x, codes, scales, groups=4, out_dtype=torch.float32)
+    by_hand = torch.cat(
+        [
+            x[:, 64 * g : 64 * g + 64].double()
+            @ (
+                codes[32 * g : 32 * g + 32].double()
+                * 2.0 ** (scales[g].double().log2().repeat_interleave(32))
+            ).T
+            for g in range(4)
+        ],
+        dim=1,
+    )
+    agree(want, by_hand.float())
+    agree(linear_fp8(x, codes, scales, groups=4, out_dtype=torch.float32), want)
+    wrong = linear_fp8(x.roll(64, 1), codes, scales, groups=4, out_dtype=torch.float32)
+    assert (wrong - want).norm() > 0.1 * want.norm()
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 17])
+def test_bf16_product_equals_the_reference(tokens):
+    x, codes, _ = inputs(tokens, 37, 96)
+    w = codes.bfloat16()
+    want = linear_fp8_ref(x, w, None, out_dtype=torch.float32)
+    agree(linear_fp8(x, w, None, out_dtype=torch.float32), want)
+    agree(linear_fp8(x, w, None, out_dtype=torch.float32, launch=SMALL), want)
+
+
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_rounded_output_has_the_bits_of_the_rounded_sum(tokens):
+    """Where the sums agree in bf16, codes and scales agree bit for bit."""
+    x, codes, scales = inputs(tokens, 96, 64)
+    x[0, 5] = 3e5  # another bracket
+    plain = linear_fp8(x, codes, scales)
+    rounded = linear_fp8(x, codes, scales, round_output=True)
+    assert torch.equal(rounded, round_fp8(plain))
+    assert not torch.equal(rounded, plain)
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_turned_output_is_that_of_the_product_turned(tokens):
+    x, codes, scales = inputs(tokens, 3 * 64, 64)
+    rotation = rope_rotation(torch.arange(tokens) + 5, rope_frequencies(1e4, 16, None)).to(DEVICE)
+    got = linear_fp8(x, codes, scales, turn=rotation, head_dim=64)
+    plain = linear_fp8(x, codes, scales)
+    want = apply_rope(plain.unflatten(-1, (3, 64)), rotation).flatten(-2)
+    agree(got, want, 4e-3)
+    assert torch.equal(got.view(-1, 3, 64)[..., :48], plain.view(-1, 3, 64)[..., :48])
+    agree(got, linear_fp8_ref(x, codes, scales, turn=rotation, head_dim=64), 8e-3)
+    assert (got - plain).norm() > 0.1 * (want - plain).norm() > 0
+
+
+def test_rounding_passes_damage_on_to_its_whole_group():
+    x, codes, scales = inputs(2, 64, 64)
+    x[1, 3] = torch.inf
+    got = linear_fp8(x, codes, scales, round_output=True)
+    assert got[1].isnan().all()
+    assert got[0].isfinite().all()
+
+
+def test_scales_matter():
+    x, codes, scales = inputs(2, 64, 64)
+    wrong = scales.view(torch.uint8).clone()
+    wrong[1, 1] += 1
+    want = linear_fp8_ref(x, codes, scales)
+    got = linear_fp8(x, codes, wrong)
+    assert torch.equal(got[:, :32], linear_fp8(x, codes, scales)[:, :32])
+    assert (got - want)[:, 32:].norm() > 0.1 * want[:, 32:].norm()
+
+
+def test_rows_do_not_meet_their_neighbours():
+    x, codes, scales = inputs(9, 64, 128)
+    whole = linear_fp8(x, codes, scales)
+    x[:4] = torch.nan
+    assert torch.equal(linear_fp8(x, codes, scales)[4:], whole[4:])
+
+
+def test_invariant_rows_do_not_know_how_many_they_are():
+    x, codes, scales = inputs(19, 65, 256)
+    launch = replace(linear_launch(19, x.device, invariant=True), programs=8)
+    whole = linear_fp8(x, codes, scales, out_dtype=torch.float32, launch=launch)
+    # At the same places of a block of 16: a CPU's matrix product may sum other rows otherwise.
+    for part in (slice(0, 1), slice(16, 19), slice(0, 8), slice(0, 17)):
+        alone = linear_fp8(x[part], codes, scales, out_dtype=torch.float32, launch=launch)
+        assert torch.equal(alone, whole[part])
+    assert linear_launch(1, x.device, invariant=True) == linear_launch(64, x.device, invariant=True)
+
+
+def test_empty_and_refused_inputs():
+    x, codes, scales = inputs(2, 64, 64)
+    assert linear_fp8(x[:0], codes, scales).shape == (0, 64)
+    with pytest.raises(LinearUnsupportedError, match="expected a multiple of 32"):
+        linear_fp8(x[:, :48].contiguous(), codes[:, :48].contiguous(), scales)
+    with pytest.raises(LinearUnsupportedError, match="round_output"):
+        linear_fp8(x, codes[:40].contiguous(), scales, round_output=True)

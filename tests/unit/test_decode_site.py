@@ -1,0 +1,203 @@
+"""The hyper-connection site of the decode step, in Triton's interpreter or compiled on a GPU."""
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+pytest.importorskip("triton", reason="the kernels need triton")
+
+from finwhale.decode_kernels.hyper_site import (
+    Site,
+    SiteLaunch,
+    SiteUnsupportedError,
+    hyper_site,
+    hyper_site_ref,
+    site_launch,
+    split_normed,
+    split_normed_ref,
+)
+from finwhale.ops.hyper_connection import HyperMix
+from finwhale.ops.rounding import round_fp8
+
+SLOW = pytest.mark.slow  # in the interpreter; compiled they are fast
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+NUMBERS = {"iterations": 20, "norm_eps": 1e-20, "eps": 1e-6}
+
+
+def inputs(tokens, channels, parts=2, seed=0):
+    g = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=g)
+
+    streams = (normal(tokens, 4, channels) * torch.tensor([1, 3, 0.1, 10])[:, None]).bfloat16()
+    before = HyperMix(
+        torch.rand(tokens, 4, generator=g),
+        2 * torch.rand(tokens, 4, generator=g),
+        torch.rand(tokens, 4, 4, generator=g),
+    )
+    site = Site(
+        normal(24, 4 * channels) * channels**-0.5,
+        normal(24),
+        torch.tensor([0.7, 1.3, 2.0]),
+        normal(channels).bfloat16(),
+    )
+    rows = normal(tokens, parts, channels).bfloat16()
+    incoming = torch.rand(tokens, 4, generator=g)
+    return (
+        streams.to(DEVICE),
+        rows.to(DEVICE),
+        HyperMix(*(t.to(DEVICE) for t in before)),
+        incoming.to(DEVICE),
+        Site(*(t.to(DEVICE) for t in site)),
+    )
+
+
+def run(form, args, **options):
+    streams, *rest = args
+    streams = streams.clone()
+    out = form(streams, *rest, **NUMBERS, **options)
+    return streams, out
+
+
+def close(got, want, rtol):
+    error = (got.float() - want.float()).norm() / want.float().norm().clamp_min(1e-30)
+    assert float(error) < rtol
+
+
+def agree(got, want):
+    """fp32 coefficients; bf16 rows that may fall on the other side of a rounding."""
+    (streams, out), (want_streams, want_out) = got, want
+    assert float((streams != want_streams).float().mean()) < 0.01
+    close(streams, want_streams, 1e-3)
+    close(out.x, want_out.x, 2e-3)
+    assert torch.equal(out.x_rounded, round_fp8(out.x))
+    for mine, his in zip(out.mix, want_out.mix, strict=True):
+        torch.testing.assert_close(mine, his, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "channels", "parts"),
+    [
+        (1, 32, 7),
+        (1, 160, 1),
+        (3, 64, 2),
+        pytest.param(63, 32, 1, marks=SLOW),
+        pytest.param(65, 32, 3, marks=SLOW),
+    ],
+)
+@pytest.mark.parametrize(
+    "launch", [None, SiteLaunch(channels=32, tokens=3 + 1, warps=4)], ids=["table", "blocks"]
+)
+def test_site_equals_the_reference(tokens, channels, parts, launch):
+    args = inputs(tokens, channels, parts)
+    got = run(hyper_site, args, launch=launch)
+    agree(got, run(hyper_site_ref, args))
+    again = run(hyper_site, args, launch=launch)
+    assert torch.equal(got[0], again[0])
+    assert torch.equal(got[1].mix.comb, again[1].mix.comb)
+
+
+def test_site_without_an_update_leaves_the_streams():
+    streams, _, _, incoming, site = inputs(2, 64)
+    args = streams, None, None, incoming, site
+    got = run(hyper_site, args)
+    agree(got, run(hyper_site_ref, args))
+    assert torch.equal(got[0], streams)
+
+
+def test_coefficients_by_their_definition_in_float64():
+    """The formulas of section 6, steps 1 to 3, written out for one token."""
+    streams, _, _, incoming, site = inputs(1, 64)
+    mix = run(hyper_site, (streams, None, None, incoming, site))[1].mix
+    u = streams.double().flatten()
+    m = site.fn.double() @ u / (u.square().mean() + 1e-20).sqrt()
+    base, scale = site.base.double(), site.scale.double()
+    sigmoid = torch.sigmoid
+    torch.testing.assert_close(
+        mix.pre[0].double(), sigmoid(scale[0] * m[:4] + base[:4]) + 1e-6, rtol=1e-5, atol=1e-6
+    )
+    post = 2 * sigmoid(scale[1] * m[4:8] + base[4:8])
+    torch.testing.assert_close(mix.post[0].double(), post, rtol=1e-5, atol=1e-6)
+    r = (scale[2] * m[8:] + base[8:]).view(4, 4).softmax(1) + 1e-6
+    r = r / (r.sum(0, keepdim=True) + 1e-6)
+    for _ in range(19):
+        r = r / (r.sum(1, keepdim=True) + 1e-6)
+        r = r / (r.sum(0, keepdim=True) + 1e-6)
+    torch.testing.assert_close(mix.comb[0].double(), r, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(mix.comb[0].sum(0).cpu(), torch.ones(4), rtol=1e-5, atol=1e-5)
+
+
+def test_each_ingredient_shows_when_it_is_wrong():
+    streams, parts, before, incoming, site = inputs(2, 64)
+    want_streams, want = run(hyper_site_ref, (streams, parts, before, incoming, site))
+
+    def moved(**changed):
+        given = {"parts": parts, "before": before, "incoming": incoming, "site": site} | changed
+        got_streams, got = run(hyper_site, (streams, *given.values()))
+        pairs = [(got_streams, want_streams), (got.x, want.x), *zip(got.mix, want.mix, strict=True)]
+        return [float((a.float() - b.float()).norm() / b.float().norm()) > 0.02 for a, b in pairs]
+
+    nothing = [False] * 5
+    assert moved() == nothing
+    # The first index of comb is contracted: its transpose is another matrix.
+    assert moved(before=before._replace(comb=before.comb.mT.contiguous()))[0]
+    assert moved(before=before._replace(post=before.post.flip(1)))[0]
+    assert moved(before=before._replace(pre=before.pre.flip(1))) == nothing
+    assert moved(incoming=incoming.flip(1)) == [False, True, False, False, False]
+    assert moved(parts=parts.roll(1, 0))[0]
+    assert moved(site=site._replace(scale=site.scale * torch.tensor([1, 1, 2.0], device=DEVICE)))[4]
+    assert moved(site=site._replace(norm=site.norm.flip(0))) == [False, True, False, False, False]
+
+
+def test_tokens_do_not_meet_their_neighbours():
+    streams, parts, before, incoming, site = inputs(3, 64)
+    whole = run(hyper_site, (streams, parts, before, incoming, site))
+    streams[:2] = torch.nan
+    got = run(hyper_site, (streams, parts, before, incoming, site))
+    assert torch.equal(got[0][2:], whole[0][2:])
+    assert torch.equal(got[1].x[2:], whole[1].x[2:])
+    assert got[1].x[:2].isnan().all()
+
+
+def test_invariant_tokens_do_not_know_how_many_they_are():
+    streams, parts, before, incoming, site = inputs(3, 64)
+    launch = site_launch(64, streams.device, invariant=True)
+    assert launch == site_launch(1, streams.device, invariant=True)
+    whole = run(hyper_site, (streams, parts, before, incoming, site), launch=launch)
+    one = slice(2, 3)
+    mix = HyperMix(*(t[one] for t in before))
+    alone = run(hyper_site, (streams[one], parts[one], mix, incoming[one], site), launch=launch)
+    assert torch.equal(alone[0], whole[0][one])
+    assert torch.equal(alone[1].x, whole[1].x[one])
+    assert torch.equal(alone[1].mix.comb, whole[1].mix.comb[one])
+
+
+def test_empty_and_refused_sites():
+    streams, parts, before, incoming, site = inputs(2, 64)
+    none = HyperMix(*(t[:0] for t in before))
+    out = hyper_site(streams[:0], parts[:0], none, incoming[:0], site, **NUMBERS)
+    assert out.x.shape == (0, 64)
+    with pytest.raises(SiteUnsupportedError, match="expected 4"):
+        hyper_site(streams[:, :2], parts, before, incoming, site, **NUMBERS)
+    narrow = SiteLaunch(channels=16, tokens=1, warps=4)
+    with pytest.raises(SiteUnsupportedError, match="slices of 16"):
+        hyper_site(streams, parts, before, incoming, site, **NUMBERS, launch=narrow)
+    with pytest.raises(SiteUnsupportedError, match="hidden_size"):
+        hyper_site(streams[..., :40], parts, before, incoming, site, **NUMBERS)
+
+
+@pytest.mark.parametrize(("tokens", "head", "tail"), [(1, 96, 5), (3, 160, 33)])
+def test_split_normed_equals_the_reference(tokens, head, tail):
+    g = torch.Generator().manual_seed(head)
+    joined = (torch.randn(tokens, head + tail, generator=g) * 3).bfloat16().to(DEVICE)
+    weight = torch.randn(head, generator=g).bfloat16().to(DEVICE)
+    got, rest = split_normed(joined, weight, 1e-20)
+    want, want_rest = split_normed_ref(joined, weight, 1e-20)
+    assert torch.equal(rest, want_rest)
+    close(got, want, 5e-3)
+    assert torch.equal(round_fp8(got), got)
+    assert float((split_normed(joined, weight.flip(0), 1e-20)[0] - want).float().norm()) > 1
