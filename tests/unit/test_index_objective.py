@@ -240,7 +240,7 @@ def watched(scores, mass, live=None) -> IndexObjective:
     live = torch.ones(1, tokens, dtype=torch.bool) if live is None else live
     objective = IndexObjective(live=live, rows=torch.arange(tokens).expand(1, tokens))
     topk = torch.zeros(1, tokens, 1).long()
-    objective._groups[3] = _Group(scores=scores, topk=topk, row_masses=[mass])
+    objective._groups[3] = _Group(spec=None, scores=scores, topk=topk, row_masses=[mass])
     return objective
 
 
