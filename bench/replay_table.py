@@ -12,11 +12,14 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import re
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -56,6 +59,8 @@ BOUNDARY_HITS += (1023, 1024, 1025, 4095, 4096, 4097)
 SUFFIX = 8
 SUFFIXES = (*range(1, 13), 127, 128, 129)
 SUFFIX_HITS = (257, 1024)
+# Tokens behind a hit, in stretches that double.
+DISTANCES = (1, 2, 3, 5, 9, 17, 33, 65, 130)
 LONG_REPLIES = (1024, 4096)
 EXACT_HITS = (65, 257, 1025, 4096)
 FIELD_HIT = 4096
@@ -134,6 +139,7 @@ class Program:
                 "from": first,
                 "tokens": len(part),
                 "kl": figure(float(part.mean())),
+                "median": figure(float(np.median(part))),
                 "p99": figure(float(np.quantile(part, 0.99))),
                 "max": figure(float(part.max())),
                 "same": figure(float(np.mean(found.same[first:]))),
@@ -144,6 +150,8 @@ class Program:
             stop = hit + SUFFIX
             tokens, reference = greedy(cold, stop, 256 if hit in LONG_REPLIES else 16)
             recoveries = [KEPT, *self.recoveries(self.window), bounded(0)]
+            if hit > self.window:
+                recoveries.append(replace(bounded(2 * self.window), name="twice"))
             if hit in EXACT_HITS and number < 2:
                 recoveries.append(EXACT)
             for recovery in recoveries:
@@ -162,7 +170,11 @@ class Program:
                     "part": "behind",
                     "hit": hit,
                     "mode": recovery.name if recovery.encoder != 0 else "none",
-                    "kl": [figure(value) for value in found.kl],
+                    "kl": {n: figure(found.kl[n - 1]) for n in SUFFIXES},
+                    "from": {
+                        low: figure(float(np.mean(found.kl[low - 1 : high - 1])))
+                        for low, high in pairwise(DISTANCES)
+                    },
                     "same": figure(float(np.mean(found.same))),
                 }
             for n in SUFFIXES:
@@ -365,8 +377,11 @@ def open_units(name: str, folder: Path, args: argparse.Namespace) -> list[tuple[
 
 
 def write(name: str, line: dict, args: argparse.Namespace) -> None:
+    about = provenance()
+    # Where a folder lies on this machine is nobody's business.
+    about["command"] = re.sub(r"(?<=[\s=])/\S*/", "", about["command"])
     with (args.out / f"{name}.jsonl").open("a", encoding="utf-8") as file:
-        file.write(json.dumps({**line, **provenance()}) + "\n")
+        file.write(json.dumps({**line, **about}) + "\n")
     print(f"{name} {line['unit']}: {len(line['cells'])} cells, {line['seconds']} s", flush=True)
 
 

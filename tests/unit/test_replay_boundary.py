@@ -48,7 +48,7 @@ BOUND = 5e-5
 SUFFIX = 5
 HITS = (0, 1, 2, W - 1, W, W + 1, 2 * W, 63, 64, 65, 112)
 # Of these hits, of other tests, and where a bounded decoder starts.
-STOPS = {1, 5, 33, 41, 50, 56, 57, 71, 93, 94, 96, 97, *HITS[1:], *range(40, 110, 7)}
+STOPS = {1, 5, 33, 41, 50, 56, 57, 71, 93, 94, 96, 97, *HITS[1:], *range(40, 110, 14)}
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +126,7 @@ def test_rows_of_the_receptive_field_make_the_encoder_exact(cold, whole, hit):
 
 def test_without_replay_it_is_worse_than_with_one_window(cold, whole):
     """The negative control: means over hits, as one hit may be lucky."""
-    hits = range(40, 110, 7)
+    hits = range(40, 110, 14)
     mean = {}
     for name, recovery in (("none", bounded(0)), ("window", bounded(W)), ("exact", EXACT)):
         rows = [logits_behind(cold, hit, recovery, 2) for hit in hits]
