@@ -80,7 +80,7 @@ def share(right: int, total: int) -> str:
 
 def floor(cells: Cells) -> str:
     rows = []
-    for first in (0, 128, 1024):
+    for first in sorted({c["from"] for c in chosen(cells, part="floor")}):
         own = chosen(cells, part="floor", **{"from": first})
         rows.append(
             [
@@ -261,6 +261,7 @@ def chains(cells: Cells) -> str:
         kl = [value for c in own for value in c["kl"][low:high]]
         same = [value for c in own for value in c["same"][low:high]]
         lengths = own[0]["lengths"][low:high]
+        # One resume is measured at every tenth turn.
         one = [
             value
             for c in once
@@ -275,6 +276,7 @@ def chains(cells: Cells) -> str:
                 number(float(np.median(kl))),
                 number(max(kl)),
                 number(mean(one)),
+                number(float(np.median(one))),
                 f"{mean(same):.1%}",
             ]
         )
@@ -285,6 +287,7 @@ def chains(cells: Cells) -> str:
         "median",
         "worst",
         "one resume, mean KL",
+        "median",
         "same next token",
     ]
     exact_turns = chosen(cells, part="chain", prefill="exact")

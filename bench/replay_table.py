@@ -1,7 +1,7 @@
 """The price of bounded replay: every boundary, replay length and recovery, cold against recovered.
 
     python bench/replay_table.py --model mini=models/finwhale-mini --corpus data/corpus \\
-        --what text facts crossings chain long --out bench/results/replay
+        --what text suffix facts crossings chain long --out bench/results/replay
 Each unit (a document, some prompts, a chain) leaves one line in OUT/NAME.jsonl; a unit that is
 there is not run again, so an interrupted program goes on. `replay_report.py` makes docs/replay.md
 of the lines. Greedy tokens are the cold run's: recovered runs are fed them, one after the other.
@@ -108,31 +108,24 @@ class Program:
         return shown(found, **where, rows=rows)
 
     def text(self, number: int) -> Iterator[dict]:
-        """Yield the cells of one document: floor, boundaries, suffixes, receptive field."""
-        length = FIELD_HIT + max(SUFFIXES)
-        ids = self.texts.document(number, length, self.device)
-        window = self.window
+        """Yield the cells of one document: floor, boundaries, receptive field."""
+        ids = self.texts.document(number, FIELD_HIT + max(SUFFIXES), self.device)
         stops = {hit + SUFFIX for hit in BOUNDARY_HITS}
-        stops |= {hit + n for hit in SUFFIX_HITS for n in SUFFIXES}
         for hit in BOUNDARY_HITS:
-            for recovery in self.recoveries(window):
+            for recovery in self.recoveries(self.window):
                 stops |= stops_for(hit, hit + SUFFIX, recovery)
-        for hit in SUFFIX_HITS:
-            for n in SUFFIXES:
-                stops |= stops_for(hit, hit + n, decoder_bounded(window))
         for rows in self.lengths:
             stops |= stops_for(FIELD_HIT, FIELD_HIT + SUFFIX, decoder_bounded(rows))
         cold = cold_run(self.model, ids, stops=stops)
         yield from self.floor(cold)
         yield from self.boundary(cold, number)
-        yield from self.suffixes(cold)
         yield from self.field(cold)
 
     def floor(self, cold: ColdRun) -> Iterator[dict]:
         other = cold_run(self.model, cold.ids, stops=[], chunk=384)
         found = compare(cold.log_probabilities(slice(None)), other.log_probabilities(slice(None)))
         kl = np.array(found.kl)
-        for first in (0, 128, 1024):
+        for first in (n for n in (0, 128, 1024) if n < len(kl)):
             part = kl[first:]
             yield {
                 "part": "floor",
@@ -157,7 +150,15 @@ class Program:
             for recovery in recoveries:
                 yield self.cell(cold, hit, stop, recovery, tokens, reference, "boundary")
 
-    def suffixes(self, cold: ColdRun) -> Iterator[dict]:
+    def suffix(self, number: int) -> Iterator[dict]:
+        """Yield one document's cells for suffixes of many lengths."""
+        longest = max(SUFFIX_HITS) + max(SUFFIXES)
+        ids = self.texts.document(number, longest, self.device)
+        stops: set[int] = set()
+        for hit in SUFFIX_HITS:
+            for n in SUFFIXES:
+                stops |= stops_for(hit, hit + n, decoder_bounded(self.window))
+        cold = cold_run(self.model, ids, stops=stops)
         for hit in SUFFIX_HITS:
             stop = hit + max(SUFFIXES)
             reference = cold.log_probabilities(slice(hit, stop))
@@ -314,21 +315,30 @@ class Texts:
         self._texts = [json.loads(line)["text"] for line in lines]
         self._tokenizer = tokenizer
         self._found: dict[int, list[list[int]]] = {}
+        # Neighbours are pages of one chapter; a fixed shuffle takes them apart.
+        self._order = np.random.default_rng(7).permutation(len(self._texts)).tolist()
 
     def document(self, number: int, length: int, device: str) -> torch.Tensor:
         """Return the first `length` ids [1, T] of the `number`-th document that has as many."""
-        if length not in self._found:
+        found = self._found.setdefault(length, list(self._all(length, number + 1)))
+        if len(found) <= number:
+            found[:] = self._all(length, number + 1)
+        if len(found) <= number:
+            raise SystemExit(f"corpus: got {len(found)} documents of {length} tokens")
+        return torch.tensor([found[number]], device=device)
+
+    def _all(self, length: int, count: int) -> Iterator[list[int]]:
+        """Yield the first documents of at least `length` ids."""
+        for place in self._order:
+            if not count:
+                return
             # No token of this vocabulary stands for less than a byte.
-            longer = (text for text in self._texts if len(text) >= length)
-            encoded = (self._tokenizer.encode(text)[: length - 1] for text in longer)
-            self._found[length] = [
-                [self._tokenizer.bos_id, *ids] for ids in encoded if len(ids) == length - 1
-            ]
-        found = self._found[length]
-        if not found:
-            raise SystemExit(f"corpus: no document has {length} tokens")
-        # Neighbours are pages of one chapter; these lie apart.
-        return torch.tensor([found[number * 19 % len(found)]], device=device)
+            if len(self._texts[place].encode()) < length - 1:
+                continue
+            ids = self._tokenizer.encode(self._texts[place])[: length - 1]
+            if len(ids) == length - 1:
+                count -= 1
+                yield [self._tokenizer.bos_id, *ids]
 
 
 def loaded(folder: Path, device: str, kernels: str) -> Backbone:
@@ -367,6 +377,7 @@ def open_units(name: str, folder: Path, args: argparse.Namespace) -> list[tuple[
     done = {json.loads(line)["unit"] for line in lines}
     counts = {
         "text": args.documents,
+        "suffix": args.documents,
         "facts": args.prompts,
         "crossings": args.prompts,
         "chain": args.chains,
@@ -417,7 +428,7 @@ def run_all(models: dict[str, Path], args: argparse.Namespace) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", action="append", required=True, metavar="NAME=FOLDER")
-    what = ["text", "facts", "crossings", "chain", "long"]
+    what = ["text", "suffix", "facts", "crossings", "chain", "long"]
     parser.add_argument("--what", nargs="*", default=what, choices=what)
     parser.add_argument("--corpus", type=Path, default=Path("data/corpus"))
     parser.add_argument("--out", type=Path, default=Path("bench/results/replay"))

@@ -143,8 +143,8 @@ def difference_figure(
     marks  name -> x of a dashed line
     log_x  a logarithmic axis, linear below 1, so that nothing has a place too
 
-    The vertical axis is logarithmic and begins at 1e-9, where fp32 has nothing to say: what is
-    smaller, zero too, stands there. An error bar ends at a tenth of its mean.
+    The vertical axis is logarithmic. Below 1e-9 fp32 has nothing to say: what is smaller, zero
+    too, stands there. An error bar ends at a tenth of its mean.
     """
     if not series or not any(series.values()):
         raise EvaluationError("series: got nothing, expected at least one line")
@@ -160,7 +160,8 @@ def difference_figure(
         style = ("--", "-.", ":")[number % 3]
         axes.axvline(place, linestyle=style, color="gray", label=f"{name}: {place:,}")
     axes.set_yscale("log")
-    axes.set_ylim(bottom=_LEAST / 2)
+    least = min(mean for points in series.values() for _, mean, _ in points)
+    axes.set_ylim(bottom=max(_LEAST, least) / 3)
     if log_x:
         axes.set_xscale("symlog", base=2, linthresh=1)
         places = sorted({x for points in series.values() for x, _, _ in points})

@@ -10,6 +10,7 @@ import pytest
 
 from finwhale.evals.figures import difference_figure
 from finwhale.evals.position_bits import EvaluationError
+from tests.models import token_ids, unit_model
 
 ROOT = Path(__file__).resolve().parents[2]
 _spec = importlib.util.spec_from_file_location("replay_report", ROOT / "bench" / "replay_report.py")
@@ -75,3 +76,46 @@ def test_a_figure_draws_every_line_and_zeros_at_its_floor():
     assert axes.get_yscale() == "log"
     with pytest.raises(EvaluationError, match="series"):
         difference_figure({"a": []}, xlabel="x", ylabel="y")
+
+
+def test_the_program_measures_what_the_tables_read(monkeypatch):
+    """A document of the size of a tiny model, through every part that a text has."""
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    import replay_table as program
+
+    small = {
+        "BOUNDARY_HITS": (0, 40),
+        "SUFFIXES": (1, 2, 3),
+        "SUFFIX_HITS": (20,),
+        "DISTANCES": (1, 2, 4),
+        "LONG_REPLIES": (),
+        "EXACT_HITS": (40,),
+        "FIELD_HIT": 60,
+        "SUFFIX": 2,
+    }
+    for name, value in small.items():
+        monkeypatch.setattr(program, name, value)
+
+    class Texts:
+        def document(self, number, length, device):
+            return token_ids(1, length, seed=number + 20)
+
+    held = program.Program(unit_model(), None, Texts(), "cpu")
+    assert held.lengths[:4] == [0, 4, 8, 16]
+    held.lengths = [0, 8, 80]
+    cells = [{**cell, "unit": "text 0"} for cell in (*held.text(0), *held.suffix(0))]
+    cells = json.loads(json.dumps(cells))
+    for cell in cells:
+        if cell.get("mode") == "both" and cell["rows"] == 0:
+            cell["mode"] = "none"
+    text = report.boundary(cells)
+    # One line for each hit below the two of the head.
+    assert [line.split(" | ")[0] for line in text.splitlines()[2:]] == ["| 0", "| 40"]
+    last = report.chosen(cells, part="boundary", hit=40)
+    kl = {cell["mode"]: cell["kl"][1] for cell in last}
+    assert max(kl["kept"], kl["exact"]) < 1e-7 < 100 * kl["both"]
+    assert kl["twice"] < kl["both"] < kl["none"]
+    field = {c["rows"]: c["kl"][1] for c in report.chosen(cells, part="field", mode="encoder")}
+    assert field[0] > field[8] > 1000 * field[80]
+    assert "20: both" in report.suffixes(cells)
+    assert [line[:8] for line in report.floor(cells).splitlines()[2:]] == ["| from 0"]
