@@ -56,6 +56,8 @@ def number(value: float) -> str:
     """Return a divergence for a table; below 1e-6 fp32 says no more."""
     if value == 0:
         return "0"
+    if value >= 1:
+        return f"{value:.1f}"
     return "<1e-6" if value < 1e-6 else f"{value:.1e}".replace("e-0", "e-")
 
 
@@ -64,6 +66,13 @@ def mean(values: Iterable[float]) -> float:
     if not held:
         raise ValueError("nothing was measured")
     return float(np.mean(held))
+
+
+def median(values: Iterable[float]) -> float:
+    held = list(values)
+    if not held:
+        raise ValueError("nothing was measured")
+    return float(np.median(held))
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -319,6 +328,73 @@ def long(cells: Cells) -> str:
     return table(["hit", "recovery", "documents", "KL 1", "KL 16", "same 16"], rows)
 
 
+def branches(models: dict[str, Cells]) -> str:
+    """Return one column per model: what replay costs each of them, in a few figures."""
+    rows: list[list[object]] = []
+
+    def add(name: str, value: Callable[[Cells], str]) -> None:
+        row: list[object] = [name]
+        for cells in models.values():
+            try:
+                row.append(value(cells))
+            except ValueError:
+                row.append("-")
+        rows.append(row)
+
+    def behind(cells: Cells, mode: str) -> Cells:
+        # One whole window and more of a hit is cut.
+        own = chosen(cells, part="boundary", mode=mode)
+        return [c for c in own if c["hit"] > 128]
+
+    for mode in (*MODES[:4], "twice", "none"):
+        add(
+            f"KL over 16, hits behind the window: {TITLES[mode]}",
+            lambda cells, m=mode: number(mean(c["kl"][1] for c in behind(cells, m))),
+        )
+    add(
+        "median of both",
+        lambda cells: number(median(c["kl"][1] for c in behind(cells, "both"))),
+    )
+    for mode in ("both", "none"):
+        add(
+            f"same first choice over 16: {TITLES[mode]}",
+            lambda cells, m=mode: f"{mean(c['same'][1] for c in behind(cells, m)):.1%}",
+        )
+    for n in (64, 128, 256):
+        add(
+            f"KL over 16 at hit 4,096, both, {n} rows",
+            lambda cells, n=n: number(
+                mean(c["kl"][1] for c in chosen(cells, part="field", mode="both", rows=n))
+            ),
+        )
+    for name in ("both", "none"):
+        add(
+            f"KL of answers about facts: {TITLES[name]}",
+            lambda cells, m=name: number(mean(c["kl"][m] for c in chosen(cells, part="facts"))),
+        )
+    bounded = {"part": "chain", "prefill": "bounded"}
+    add(
+        "chain of 200 turns, mean KL (median)",
+        lambda cells: "{} ({})".format(
+            *(
+                number(f(v for c in chosen(cells, **bounded) for v in c["kl"]))
+                for f in (mean, median)
+            )
+        ),
+    )
+    add(
+        "one resume, mean KL (median)",
+        lambda cells: "{} ({})".format(
+            *(
+                number(f(v for c in chosen(cells, part="once") for v in c["kl"]))
+                for f in (mean, median)
+            )
+        ),
+    )
+    add("sample", sample)
+    return table(["", *models], rows)
+
+
 def sample(cells: Cells) -> str:
     counts = {}
     for cell in cells:
@@ -349,7 +425,7 @@ def filled(text: str, models: dict[str, Cells]) -> str:
     def place(match: re.Match) -> str:
         head, what, model, tail = match.groups()
         try:
-            body = TABLES[what](models[model])
+            body = branches(models) if model == "all" else TABLES[what](models[model])
         except (KeyError, ValueError, IndexError):
             body = "Not measured."
         return f"{head}{body}\n{tail}"
@@ -386,32 +462,33 @@ def chain_points(cells: Cells, step: int = 10) -> list[tuple[float, float, float
     return points
 
 
+def once_points(cells: Cells) -> list[tuple[float, float, float]]:
+    turns = chosen(cells, part="chain", prefill="bounded")[0]["lengths"]
+    by_turn: dict[int, list[float]] = {}
+    for cell in chosen(cells, part="once"):
+        for length, value in zip(cell["lengths"], cell["kl"], strict=True):
+            by_turn.setdefault(turns.index(length), []).append(value)
+    return [(turn, *spread(values)) for turn, values in sorted(by_turn.items())]
+
+
 def draw(models: dict[str, Cells], out: Path, window: int, layers: int) -> list[Path]:
     """Write the plots that there are measurements for."""
     out.mkdir(parents=True, exist_ok=True)
     marks = {"one window": window, "layers x window": window * layers}
-    figures = {}
+    figures: dict[str, dict] = {}
+    first = next(iter(models.values()))
     for name, cells in models.items():
         label = "" if len(models) == 1 else f"{name}: "
         if chosen(cells, part="field"):
-            for mode in ("encoder", "decoder", "both"):
+            # The halves of the first model; of the others what is served.
+            for mode in ("both", "encoder", "decoder")[: None if cells is first else 1]:
                 figures.setdefault("field", {})[label + TITLES[mode]] = field_points(cells, mode)
         if chosen(cells, part="behind"):
-            for mode in ("kept", "encoder", "none"):
+            for mode in ("encoder", "none", "kept")[: None if cells is first else 2]:
                 figures.setdefault("behind", {})[label + TITLES[mode]] = behind_points(cells, mode)
         if chosen(cells, part="chain"):
             figures.setdefault("chain", {})[label + "each turn from disk"] = chain_points(cells)
-            once = [
-                (n, value, 0.0)
-                for c in chosen(cells, part="once")
-                for n, value in zip(range(15, 1000, 10), c["kl"], strict=False)
-            ]
-            by_turn: dict[float, list[float]] = {}
-            for turn, value, _ in once:
-                by_turn.setdefault(turn, []).append(value)
-            figures["chain"][label + "one resume there"] = [
-                (turn, *spread(values)) for turn, values in sorted(by_turn.items())
-            ]
+            figures["chain"][label + "one resume there"] = once_points(cells)
     words = {
         "field": ("rows replayed", "KL over 16 tokens, nats", marks),
         "behind": ("tokens behind the hit", "KL, nats", {}),
