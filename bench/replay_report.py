@@ -34,9 +34,9 @@ Cells = list[dict]
 
 
 def read(folder: Path) -> dict[str, Cells]:
-    """Return the cells of every model, each with its unit; no replay is a mode of its own."""
+    """Return the cells of every model, mini first; no replay is a mode of its own."""
     found: dict[str, Cells] = {}
-    for file in sorted(folder.glob("*.jsonl")):
+    for file in sorted(folder.glob("*.jsonl"), key=lambda f: (f.stem != "mini", f.stem)):
         cells: Cells = []
         for line in file.read_text(encoding="utf-8").splitlines():
             unit = json.loads(line)
@@ -143,9 +143,11 @@ def groups(cells: Cells) -> str:
             found = [c for c in own if c["mode"] == mode and is_in(c["hit"])]
             row.append(number(mean(c["kl"][1] for c in found)) if found else "-")
         found = [c for c in own if c["mode"] == "both" and is_in(c["hit"])]
+        row.append(number(median(c["kl"][1] for c in found)))
         row += [f"{mean(c['same'][i] for c in found):.1%}" for i in (0, 1)]
         rows.append(row)
-    head = ["hits", *(TITLES[mode] for mode in modes), "same, next token", "same, 16"]
+    titles = [TITLES[mode] for mode in modes]
+    head = ["hits", *titles, "median of both", "same, next token", "same, 16"]
     return table(head, rows)
 
 
@@ -453,22 +455,24 @@ def behind_points(cells: Cells, mode: str) -> list[tuple[float, float, float]]:
     return [(int(low), *spread([c["from"][low] for c in own])) for low in own[0]["from"]]
 
 
-def chain_points(cells: Cells, step: int = 10) -> list[tuple[float, float, float]]:
+def chain_points(cells: Cells, step: int = 25) -> list[tuple[float, float, float]]:
+    """Return KL of the next token by stretches of turns, in the middle of each."""
     own = chosen(cells, part="chain", prefill="bounded")
     points = []
-    for first in range(0, 200, step):
+    for first in range(0, len(own[0]["lengths"]), step):
         values = [value for c in own for value in c["kl"][first : first + step]]
         points.append((first + step / 2, *spread(values)))
     return points
 
 
-def once_points(cells: Cells) -> list[tuple[float, float, float]]:
+def once_points(cells: Cells, step: int = 50) -> list[tuple[float, float, float]]:
+    """Return the same of one resume; one turn in ten was measured, so stretches are longer."""
     turns = chosen(cells, part="chain", prefill="bounded")[0]["lengths"]
-    by_turn: dict[int, list[float]] = {}
+    values: dict[int, list[float]] = {}
     for cell in chosen(cells, part="once"):
         for length, value in zip(cell["lengths"], cell["kl"], strict=True):
-            by_turn.setdefault(turns.index(length), []).append(value)
-    return [(turn, *spread(values)) for turn, values in sorted(by_turn.items())]
+            values.setdefault(turns.index(length) // step, []).append(value)
+    return [(step * (n + 0.5), *spread(values[n])) for n in sorted(values)]
 
 
 def draw(models: dict[str, Cells], out: Path, window: int, layers: int) -> list[Path]:
@@ -499,7 +503,7 @@ def draw(models: dict[str, Cells], out: Path, window: int, layers: int) -> list[
         x, y, lines = words[what]
         figure = difference_figure(series, xlabel=x, ylabel=y, marks=lines, log_x=what != "chain")
         written.append(out / f"replay_{what}.png")
-        figure.savefig(written[-1], dpi=90)
+        figure.savefig(written[-1], dpi=80)
     return written
 
 

@@ -135,7 +135,7 @@ def _copy(rng, vocab: range, hit: int, source: int, copy: int, bos_id, place: st
 def gram_loop(
     rng: np.random.Generator, *, vocab: range, hit: int, window: int, bos_id: int | None = None
 ) -> Placed:
-    """Return a loop of four ids that begins eight tokens before the hit's end and goes on.
+    """Return a loop of four ids that begins nine tokens before the hit's end and goes on.
 
     Every n-gram of up to four ids around the end crosses it.
     """
