@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 RECORDS_FILE = "evaluation.jsonl"
 POSITIONS_FILE = "position_bits.png"
 _DPI = 110
+# Smaller divergences are the sum's own rounding.
+_LEAST = 1e-9
 # More lines than this cannot be told apart in one picture.
 _MAX_LINES = 8
 
@@ -126,6 +128,49 @@ def position_figure(series: Mapping[str, Sequence[BucketBits]]) -> Figure:
     axes.set(xlabel="position in the document", ylabel="bits per byte", title="Bits by position")
     axes.grid(visible=True, axis="y", alpha=0.3)
     axes.legend()
+    return figure
+
+
+def difference_figure(
+    series: Mapping[str, Sequence[tuple[float, float, float]]],
+    *,
+    xlabel: str,
+    ylabel: str,
+    marks: Mapping[str, float] | None = None,
+    log_x: bool = False,
+) -> Figure:
+    """Return differences over a length, one line each of points (x, mean, standard error).
+
+    marks  name -> x of a dashed line
+    log_x  a logarithmic axis, linear below 1, so that nothing has a place too
+
+    The vertical axis is logarithmic. Below 1e-9 fp32 has nothing to say: what is smaller, zero
+    too, stands there. An error bar ends at a tenth of its mean.
+    """
+    if not series or not any(series.values()):
+        raise EvaluationError("series: got nothing, expected at least one line")
+    figure = _figure(8, 5)
+    axes = figure.add_subplot()
+    for name, points in series.items():
+        held = [(x, max(mean, _LEAST), error) for x, mean, error in points]
+        x, means = [p[0] for p in held], [p[1] for p in held]
+        below = [min(error, 0.9 * mean) for _, mean, error in held]
+        bars = [below, [error for _, _, error in held]]
+        axes.errorbar(x, means, yerr=bars, fmt="o-", capsize=2, markersize=4, label=name)
+    for number, (name, place) in enumerate((marks or {}).items()):
+        style = ("--", "-.", ":")[number % 3]
+        axes.axvline(place, linestyle=style, color="gray", label=f"{name}: {place:,}")
+    axes.set_yscale("log")
+    least = min(mean for points in series.values() for _, mean, _ in points)
+    axes.set_ylim(bottom=max(_LEAST, least) / 3)
+    if log_x:
+        axes.set_xscale("symlog", base=2, linthresh=1)
+        places = sorted({x for points in series.values() for x, _, _ in points})
+        axes.set_xticks(places, [f"{place:g}" for place in places], fontsize=8)
+        axes.set_xlim(left=-0.3)
+    axes.set(xlabel=xlabel, ylabel=ylabel)
+    axes.grid(visible=True, axis="y", alpha=0.3)
+    axes.legend(fontsize=8)
     return figure
 
 
