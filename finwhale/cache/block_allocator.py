@@ -45,6 +45,10 @@ class BlockAllocator:
         """
         self._watchers.append(watcher)
 
+    def unwatch(self, watcher: Callable[[int], None]) -> None:
+        """Call `watcher` no more; ValueError if it did not watch."""
+        self._watchers.remove(watcher)
+
     def allocate(self) -> int:
         """Return a free block, now with one holder; raises NoBlockError if there is none."""
         if not self._free:

@@ -257,6 +257,11 @@ class PrefixIndex:
         cached.pins -= 1
         self._drop_hold(cached)
 
+    def close(self) -> None:
+        """Forget every block and let go of the allocator, which another index may then use."""
+        self.clear()
+        self.allocator.unwatch(self._on_shared)
+
     def clear(self) -> None:
         """Forget every block; holders keep theirs. Refused while a key is pinned."""
         pinned = sum(cached.pins > 0 for cached in self._cached.values())

@@ -39,7 +39,7 @@ from finwhale.engine.hand_over import HandOver, HandOverError, decode, encode, r
 from finwhale.engine.invariance import broken_promises, engine_ops
 from finwhale.engine.prefill import encoder_only_unsupported
 from finwhale.engine.request import RequestError, RequestOutput, SamplingParams, TokenResult
-from finwhale.engine.runner import Runner, with_ops
+from finwhale.engine.runner import Runner, Work, with_ops
 from finwhale.engine.sampler import choice_seed, sample_batch, token_logprobs
 from finwhale.engine.scheduler import Scheduler
 from finwhale.engine.sequence import Sequence
@@ -324,6 +324,7 @@ class Engine:
         self.index.clear()
         self.scheduler.windows.clear()
         self.namespace = replace(self.namespace, weights_digest=weights_digest(self.model))
+        self.index.close()
         self.index = self.scheduler.index = self._new_index()
         # What the tier holds belongs to the old weights; the new namespace does not see it.
         self._close_tier()
@@ -368,23 +369,36 @@ class Engine:
         """Run one forward over whatever is due and return the increments since the last call."""
         work = self.scheduler.schedule()
         if work:
-            result = self.runner.run([piece for _, piece in work])
-            # Rings hold the new rows now, so every sequence counts them before anything can raise.
-            for (sequence, piece), error in zip(work, result.errors, strict=True):
-                if error is None:
-                    self.scheduler.computed(sequence, piece.span.stop)
-            drawing: list[tuple[Sequence, torch.Tensor]] = []
-            for (sequence, piece), logits, error in zip(
-                work, result.logits, result.errors, strict=True
-            ):
-                if error is not None:
-                    self.scheduler.drop(sequence)
-                    self._end(sequence, "error", error=error)
-                elif self._guarded(sequence, self._told, sequence, piece.span.start, logits):
-                    drawing.append((sequence, logits[-1]))
-            self._draw(drawing)
+            try:
+                self._run(work)
+            except BaseException:
+                # Rings may hold rows that nobody counted, and logits may be lost undrawn: whoever
+                # still runs begins again from its tokens, and keeps no windows of this residence.
+                for sequence, _ in work:
+                    if sequence.is_running:
+                        sequence.exact_from = 1 << 62
+                        self.scheduler.preempt(sequence)
+                raise
         ready, self._ready = self._ready, []
         return ready
+
+    def _run(self, work: list[tuple[Sequence, Work]]) -> None:
+        """Run the pieces, count their rows and draw."""
+        result = self.runner.run([piece for _, piece in work])
+        # Rings hold the new rows now, so every sequence counts them before anything is told.
+        for (sequence, piece), error in zip(work, result.errors, strict=True):
+            if error is None:
+                self.scheduler.computed(sequence, piece.span.stop)
+        drawing: list[tuple[Sequence, torch.Tensor]] = []
+        for (sequence, piece), logits, error in zip(
+            work, result.logits, result.errors, strict=True
+        ):
+            if error is not None:
+                self.scheduler.drop(sequence)
+                self._end(sequence, "error", error=error)
+            elif self._guarded(sequence, self._told, sequence, piece.span.start, logits):
+                drawing.append((sequence, logits[-1]))
+        self._draw(drawing)
 
     def _guarded(self, sequence: Sequence, call: Callable, *args):
         """Return call(*args); an exception ends this sequence with an error and gives None.
@@ -569,7 +583,10 @@ def _machine() -> str:
     versions = [f"finwhale {finwhale.__version__}", f"torch {torch.__version__}"]
     try:
         versions.append(f"numba {version('numba')}")
-    except PackageNotFoundError:
+        from finwhale.kernels.products_numba import compiled_for
+
+        versions.append(compiled_for())
+    except (PackageNotFoundError, ImportError):
         versions.append("no numba")
     return f"{versions} {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
 

@@ -41,13 +41,17 @@ from finwhale.tiers.window_pool import WindowPool
 
 logger = get_logger("engine")
 
+# Blocks that an ending sequence offers a second time; the next turn offers the rest.
+_MOST_OFFERED_AGAIN = 32
+
 
 @dataclass(kw_only=True, slots=True)
 class SchedulerStats:
     """Counters since the start.
 
-    cached_tokens    of the prompts that started, in blocks of the pool when they did
+    cached_tokens    of what started, found with their global KV; again after each preemption
     loaded_tokens    of these, brought in from a slower tier
+    handed_tokens    of these, given by another engine
     unloaded_tokens  found in a slower tier and left there, because loading would have cost more
     replayed_tokens  of the cached, whose rows ran again for their windows
     """
@@ -163,6 +167,7 @@ class Scheduler:
         sequence.slot = self.free_slots.pop()
         sequence.blocks = [] if match is None else list(match.blocks)
         sequence.keys = [] if match is None else list(match.keys)
+        sequence.num_found = len(sequence.keys)
         sequence.may_cache = self.config.prefix_cache
         sequence.root_key = self.index.root_key(sequence.salt)
         sequence.stored = len(sequence.blocks) * self.config.block_size
@@ -412,6 +417,24 @@ class Scheduler:
             self.stats.tier_errors += 1
             logger.exception("the cache tier did not take a block; serving goes on without it")
 
+    def _offer_again(self, sequence: Sequence) -> None:
+        """Offer blocks of the hit that the tier once turned away: a hole ends every later hit.
+
+        Blocks that the sequence made itself were offered as they were filled, and may be on their
+        way still.
+        """
+        found = sequence.keys[: sequence.num_found]
+        if self.tier is None or not found:
+            return
+        try:
+            here = self.tier.lookup(found, tenant=sequence.salt)
+        except Exception:
+            self.stats.tier_errors += 1
+            logger.exception("the cache tier could not be asked; serving goes on without it")
+            return
+        for n in range(here, min(len(found), here + _MOST_OFFERED_AGAIN)):
+            self._offer(self.tier, sequence, n, found[n])
+
     def save_windows(self, sequence: Sequence) -> None:
         """Keep the windows at the last block end with that block, if they are exact and wanted.
 
@@ -452,6 +475,7 @@ class Scheduler:
         """Give back all that a sequence holds, running or waiting."""
         if sequence.is_running:
             self.save_windows(sequence)
+            self._offer_again(sequence)
             self._leave(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)

@@ -32,6 +32,7 @@ class Sequence:
     pinned      keys that a preemption pinned in the slower tier, until it starts again
     seed        of this choice; a draw depends on it and the token's number alone
     hand_over   global KV from elsewhere, until the first residence has taken it
+    num_found   blocks that this residence began with
     """
 
     request_id: str
@@ -47,6 +48,7 @@ class Sequence:
     slot: int = -1
     blocks: list[int] = field(default_factory=list)
     keys: list[bytes] = field(default_factory=list)
+    num_found: int = 0
     pinned: list[bytes] = field(default_factory=list)
     may_cache: bool = True
     root_key: bytes = b""

@@ -17,13 +17,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from finwhale.tiers.disk_store import DiskStore, DiskStoreConfig
 from finwhale.config.engine import EngineConfig
 from finwhale.engine.engine import Engine
 from finwhale.engine.request import SamplingParams
 from finwhale.engine.runner import Runner
 from finwhale.evals.position_bits import EvaluationError
 from finwhale.model import Backbone
+from finwhale.tiers.disk_store import DiskStore, DiskStoreConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

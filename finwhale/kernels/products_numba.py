@@ -10,14 +10,32 @@ Source: the contracts are those of `finwhale.ops.linear` and `Ops.grouped_expert
 
 from __future__ import annotations
 
+import hashlib
 import math
 
+import llvmlite
 import numpy as np
 import torch
+from llvmlite import binding
+from numba import config as numba_config
 from numba import njit
 from torch import Tensor
 
 from finwhale.kernels.fused_numba import _array, _constant, _empty, _sigmoid, exponential
+
+
+def compiled_for() -> str:
+    """Return what decides the machine code of the kernels, and with it the order of their sums.
+
+    The processor's model and features as the compiler sees them, or what the environment sets in
+    their place; two machines of one instruction set may differ.
+    """
+    set_here = vars(numba_config)  # made at import, from the environment
+    features = set_here["CPU_FEATURES"] or binding.get_host_cpu_features().flatten()
+    model = set_here["CPU_NAME"] or binding.get_host_cpu_name()
+    digest = hashlib.sha256(features.encode()).hexdigest()[:16]
+    return f"llvmlite {llvmlite.__version__} {model} {digest} -O{set_here['OPT']}"
+
 
 # Sums may be regrouped into vector lanes, once, at compile time: the same for all eight of a tile.
 _compiled = njit(cache=True, nogil=True, error_model="numpy", fastmath={"reassoc", "contract"})

@@ -1,10 +1,10 @@
 """Figures of the prefix cache by tier: their names in `/metrics`, and reading them back.
 
 Tiers are `device` (the engine's pool), `windows` (their snapshots in host memory), and those
-behind: `memory`, `disk`. A name that ends with `_total` counts since the start, seconds and bytes
-too. No torch here: `finwhale cache stat --server` reads a page with it and answers at once. A
-newcomer's mistake: counting a token twice that was found in memory; from then on it is on the
-device, but this hit is the memory's.
+behind: `memory`, `disk`; `handed` is what another engine gave with a request. A name that ends with
+`_total` counts since the start, seconds and bytes too. No torch here: `finwhale cache stat`
+reads a page with it and answers at once. A newcomer's mistake: counting a token twice that was
+found in memory; from then on it is on the device, but this hit is the memory's.
 """
 
 from __future__ import annotations
@@ -58,12 +58,20 @@ def cache_figures(engine: Engine) -> Figures:
     values["cache_stores_total"]["windows"] = windows.stored
     values["cache_refused_total"]["windows"] = windows.rejected
     hits = {kind: stats.hits * block_size for kind, stats in behind.items()}
-    hits["device"] = max(0, counted.cached_tokens - counted.loaded_tokens)
+    elsewhere = counted.loaded_tokens + counted.handed_tokens
+    hits |= {
+        "device": max(0, counted.cached_tokens - elsewhere),
+        "handed": counted.handed_tokens,
+    }
     return {
         "cache_hit_tokens_total": ("Tokens of prompts that were found, by tier.", hits),
         "cache_replayed_tokens_total": (
             "Found tokens whose rows ran again for their windows.",
             counted.replayed_tokens,
+        ),
+        "cache_tier_errors_total": (
+            "Blocks that a tier did not take because it failed, or gave in another layout.",
+            counted.tier_errors,
         ),
         "cache_unloaded_tokens_total": (
             "Found tokens that were not loaded, because computing them was cheaper.",
@@ -90,7 +98,7 @@ def read_figures(page: str) -> dict[str, dict[str, float]]:
 def figures_table(figures: Mapping[str, Mapping[str, float]]) -> list[list[str]]:
     """Return a head and rows of text: a figure a row, a tier a column, `-` where it has none."""
     known = {tier for by_tier in figures.values() for tier in by_tier}
-    tiers = [tier for tier in ("device", "windows", "memory", "disk") if tier in known]
+    tiers = [tier for tier in ("device", "windows", "memory", "disk", "handed") if tier in known]
     rows = [["", *tiers]]
     for name, by_tier in figures.items():
         told = name.removeprefix("cache_").removesuffix("_total").replace("_", " ")

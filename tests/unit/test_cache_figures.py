@@ -82,6 +82,18 @@ def test_figures_name_the_tier_where_tokens_were_found(page):
     assert figures["cache_replayed_tokens_total"][""] > 0
 
 
+def test_what_another_engine_gave_is_no_hit_of_the_device():
+    giver, taker = (Engine(MODEL, EngineConfig(block_size=BLOCK, num_blocks=40)) for _ in range(2))
+    name = giver.add(IDS[:40], SamplingParams(max_new_tokens=4, temperature=0))
+    giver.step()
+    given = giver.export(name)
+    taker.add(IDS[:41], ONE, hand_over=given)
+    while taker.has_work:
+        taker.step()
+    hits = cache_figures(taker)["cache_hit_tokens_total"][1]
+    assert hits == {"device": 0, "handed": 40}
+
+
 def test_counters_are_counters_and_levels_are_gauges(page):
     text, _ = page
     assert "# TYPE finwhale_cache_loads_total counter" in text
@@ -128,7 +140,7 @@ def test_stat_asks_a_server_and_prints_its_tiers(server, tmp_path, capsys):
     keys.write_text("# ours\nsecret team\nother\n")
     assert Cache(action="stat", server=server, api_key_file=keys).run() == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["device", "windows", "memory", "disk"]
+    assert lines[0].split() == ["device", "windows", "memory", "disk", "handed"]
     (hits,) = [line for line in lines if line.startswith("hit tokens")]
     assert len(hits.split()) == 6
     # Without the key, at another path, and where nobody listens: one sentence.

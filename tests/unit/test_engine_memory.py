@@ -342,3 +342,83 @@ def test_a_scheduler_alone_gets_windows_of_its_settings():
     assert (scheduler.windows.max_bytes, scheduler.windows.lifetime_s) == (5, 7)
     scheduler.queue(sequence_of(0, [1, 2, 3], 1))
     assert scheduler.schedule()
+
+
+class Interrupted(MemoryStore):
+    """Memory whose `at`-th store is interrupted, as by Ctrl-C in a slow write."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__(1 << 30)
+        self.at, self.calls = at, 0
+
+    def store(self, *args, **options):
+        self.calls += 1
+        if self.calls == self.at:
+            raise KeyboardInterrupt
+        return super().store(*args, **options)
+
+
+@pytest.mark.parametrize("at", [1, 10, 12, 25])
+def test_an_interrupt_between_rows_and_their_count_changes_no_bit(at):
+    """Also for whoever finds the blocks later; the caller may simply step again."""
+    tier = Interrupted(at)
+    engine = engine_of(tier, num_blocks=80, max_batch_tokens=64)
+    prompts = {engine.add(ids, GREEDY): ids for ids in (IDS[:LONG], OTHER)}
+    found = {name: [] for name in prompts}
+    interrupts = 0
+    while engine.has_work:
+        try:
+            for output in engine.step():
+                found[output.request_id] += output.new
+        except KeyboardInterrupt:
+            interrupts += 1
+    assert interrupts == 1
+    for name, ids in prompts.items():
+        tokens = [result.token for result in found[name]]
+        assert found[name] == expected(MODEL, ids, tokens, GREEDY, seed=11, kernels="numba")
+    for ids in (IDS[: LONG + 7], [*OTHER, *IDS[:5]]):
+        assert_uncached(served(engine, ids), ids)
+
+
+class Full(MemoryStore):
+    """Memory that takes nothing while it is full, and outlives engines."""
+
+    is_full = True
+
+    def store(self, *args, **options):
+        return not self.is_full and super().store(*args, **options)
+
+    def close(self):
+        return None
+
+
+def test_what_was_turned_away_is_offered_again_by_the_next_turn():
+    tier = Full(1 << 30)
+    engine = engine_of(tier, num_blocks=80)
+    served(engine, IDS[:LONG])
+    assert tier.stats().num_blocks == 0
+    tier.is_full = False
+    served(engine, IDS[: LONG + 40])
+    again = engine_of(tier, num_blocks=80)
+    found = served(again, IDS[: LONG + 40])
+    assert_uncached(found, IDS[: LONG + 40])
+    # All whole blocks but that of the last token.
+    assert again.scheduler.stats.loaded_tokens == (LONG + 39) // BLOCK * BLOCK
+
+
+def test_new_weights_leave_no_watcher_behind():
+    engine = engine_of(None, copy.deepcopy(MODEL))
+    for _ in range(3):
+        engine.weights_changed()
+    assert len(engine.allocator._watchers) == 1
+
+
+@pytest.mark.parametrize("field", ["CPU_NAME", "CPU_FEATURES"])
+def test_kernels_compiled_for_another_processor_share_nothing(monkeypatch, field):
+    """The compiler regroups sums by processor, so equal versions and instructions do not suffice."""
+    from numba import config
+
+    here = engine_of().namespace.digest()
+    assert engine_of().namespace.digest() == here
+    monkeypatch.setattr(config, field, "another")
+    assert engine_of().namespace.digest() != here
