@@ -369,12 +369,13 @@ class Engine:
         """Run one forward over whatever is due and return the increments since the last call."""
         work = self.scheduler.schedule()
         if work:
+            self.runner.has_committed = False
             try:
                 self._run(work)
             except BaseException:
                 # Rings may hold rows that nobody counted, and logits may be lost undrawn: whoever
                 # still runs begins again from its tokens, and keeps no windows of this residence.
-                for sequence, _ in work:
+                for sequence, _ in work if self.runner.has_committed else ():
                     if sequence.is_running:
                         sequence.exact_from = 1 << 62
                         self.scheduler.preempt(sequence)

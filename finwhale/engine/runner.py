@@ -82,6 +82,8 @@ class Runner:
         self._makes_all_kv = encoder_only_unsupported(config) is None
         self._history = config.engram_max_ngram_size - 1 if config.engram_layer_ids else 0
         self.layer_tokens: dict[int, int] = {}
+        # Whether the last run began to write windows; whoever calls `run` sets it back.
+        self.has_committed = False
 
     @torch.inference_mode()
     def run(self, works: Sequence[Work]) -> StepResult:
@@ -99,6 +101,7 @@ class Runner:
                 position = max(decoder.spans[n].start, works[n].first_logits) + row
                 errors[n] = f"head: logits are not finite at position {position}"
                 sound[n] = False
+        self.has_committed = True
         encoder.commit(sound)
         decoder.commit(sound)
         return StepResult(logits=tuple(logits), errors=tuple(errors))

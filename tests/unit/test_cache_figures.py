@@ -142,7 +142,7 @@ def test_stat_asks_a_server_and_prints_its_tiers(server, tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["device", "windows", "memory", "disk", "handed"]
     (hits,) = [line for line in lines if line.startswith("hit tokens")]
-    assert len(hits.split()) == 6
+    assert len(hits.split()) == 7
     # Without the key, at another path, and where nobody listens: one sentence.
     keys.write_text("# nothing\n")
     for options, told in (

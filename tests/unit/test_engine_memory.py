@@ -415,7 +415,7 @@ def test_new_weights_leave_no_watcher_behind():
 
 @pytest.mark.parametrize("field", ["CPU_NAME", "CPU_FEATURES"])
 def test_kernels_compiled_for_another_processor_share_nothing(monkeypatch, field):
-    """The compiler regroups sums by processor, so equal versions and instructions do not suffice."""
+    """The compiler regroups sums by processor: equal versions and instructions do not suffice."""
     from numba import config
 
     here = engine_of().namespace.digest()
