@@ -435,6 +435,36 @@ def test_failing_call_costs_its_blocks_and_no_other(tmp_path, kind, code, number
         assert all(store.load(key_of(n)) == tuple(groups_of(n)) for n in here)
 
 
+@pytest.mark.parametrize("pins", [(), (0,)], ids=["free", "pinned"])
+def test_segment_that_cannot_be_read_goes_and_storing_goes_on(tmp_path, pins):
+    """Each sealed segment holds a valuable block, so whichever is emptied must be read."""
+    disk = FaultDisk()
+    valuable = (0, 3)
+    with small_store(tmp_path, disk) as store:
+        for n in range(6):
+            put(store, n, retention=Retention.LONG if n in valuable else Retention.NORMAL)
+        assert all(store.pin(key_of(n)) for n in pins)
+        bad, good = segment_files(tmp_path)
+        disk.unreadable = {bad.name}
+        put_together(store, 6, 7)
+        put(store, *range(8, 24))
+        stats = store.stats()
+        assert (stats.rejected, stats.stored) == (0, 24)
+        # One read failed, of the one block that was to move; the others went unread.
+        assert (stats.errors, stats.damaged) == (1, 1)
+        assert "Input/output error" in store.last_error
+        assert not {bad, good} & set(segment_files(tmp_path))
+        assert file_bytes(tmp_path) <= store.config.max_bytes
+        assert [has(store, n) for n in valuable] == [False, True]
+        here = [n for n in range(24) if has(store, n)]
+        assert stats.num_blocks == len(here)
+        assert {3, 22, 23} <= set(here)
+        put(store, 0)
+        assert store.load(key_of(0)) == tuple(groups_of(0))
+    with small_store(tmp_path, FaultDisk()) as store:
+        assert all(store.load(key_of(n)) == tuple(groups_of(n)) for n in (0, 3, 23))
+
+
 def test_full_device_turns_all_blocks_away_and_serves_on(tmp_path):
     disk = FaultDisk()
     with open_store(tmp_path, disk=disk) as store:
