@@ -282,9 +282,12 @@ class DiskStore:
                 continue
             try:
                 found = segment.read(row.offset, row.num_bytes)
-            except (OSError, TypeError, ValueError, OverflowError, MemoryError) as error:
+            except (*_UNREADABLE, MemoryError) as error:
                 self._note(error)
-                return None
+                # Kept if nothing could be stored in its place, or if the fault is not its own.
+                if self.config.read_only or isinstance(error, MemoryError):
+                    return None
+                found = None
             if found and found[0].address == address and self._fits(found[0]):
                 return found[1]
             self._count(damaged=1)
