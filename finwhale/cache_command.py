@@ -105,7 +105,7 @@ def _prune(directory: Path, num_bytes: int) -> None:
 
 def _server_lines(server: str, key_file: Path | None) -> list[str]:
     """Return the figures of a server's cache as a table; ValueError if it does not tell them."""
-    import urllib.error
+    import http.client
     import urllib.request
 
     from finwhale.serve.cache_figures import figures_table, read_figures
@@ -127,6 +127,9 @@ def _server_lines(server: str, key_file: Path | None) -> list[str]:
             figures = read_figures(answer.read().decode("utf-8", "replace"))
     except (OSError, ValueError) as error:
         raise ValueError(f"--server: {server} does not answer ({error})") from None
+    except http.client.HTTPException as error:
+        # Whatever came instead may hold line ends and be long.
+        raise ValueError(f"--server: {server} does not answer in HTTP ({error!r:.100})") from None
     if not figures:
         raise ValueError(f"--server: {server} has no figures of a cache; is it a finwhale server?")
     rows = figures_table(figures)

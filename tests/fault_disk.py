@@ -40,6 +40,7 @@ class FaultDisk(Disk):
     skipped  place (function of the store, "file" or "directory") whose syncs do nothing
     fail     {(kind, number of the call of this kind): errno}, from 1
     read_at_most, write_at_most  bytes that one call moves (short reads and writes)
+    unreadable  names of files whose every read fails
     after_commit  called behind every commit of the index, by the thread that commits
     """
 
@@ -50,6 +51,7 @@ class FaultDisk(Disk):
         self.places: list[tuple[str, str]] = []
         self.counts: Counter[str] = Counter()
         self._names: dict[int, str] = {}
+        self.unreadable: set[str] = set()
         self.after_commit = lambda: None
 
     def note(self, name: str) -> None:
@@ -85,6 +87,8 @@ class FaultDisk(Disk):
 
     def read(self, fd: int, num_bytes: int, offset: int) -> bytes:
         self._may_fail("read")
+        if self._names[fd] in self.unreadable:
+            raise OSError(BAD_DEVICE, os.strerror(BAD_DEVICE))
         return super().read(fd, min(num_bytes, self.read_at_most or num_bytes), offset)
 
     def write(self, fd: int, data: memoryview, offset: int) -> int:

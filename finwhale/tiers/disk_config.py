@@ -22,8 +22,8 @@ class DiskStoreConfig:
     max_bytes           segment files together, at every moment; at least three segments
     segment_bytes       one file; a multiple of 4096
     group_bytes         expected length of every group; a record that differs is a miss. None: any
-    tenant_quota_bytes  live records of one tenant; None: no quota
-    max_pending_bytes   blocks that wait for the writer; above it `store` turns away
+    tenant_quota_bytes  live records of one tenant, at least one; None: no quota
+    max_pending_bytes   blocks that wait for the writer, at least one; above it `store` turns away
     read_only           serve what is there and change nothing
     """
 
@@ -56,4 +56,16 @@ class DiskStoreConfig:
             raise StoreError(
                 f"max_bytes: got {self.max_bytes}, expected at least three segments "
                 f"({3 * self.segment_bytes}); raise it or lower segment_bytes"
+            )
+        # Without a layout the smallest record there is; less than one would turn every block away.
+        record = ALIGNMENT if self.group_bytes is None else record_bytes(self.group_bytes)
+        if self.tenant_quota_bytes is not None and self.tenant_quota_bytes < record:
+            raise StoreError(
+                f"tenant_quota_bytes: got {self.tenant_quota_bytes}, expected None or at least one "
+                f"record ({record})"
+            )
+        if self.max_pending_bytes < record:
+            raise StoreError(
+                f"max_pending_bytes: got {self.max_pending_bytes}, expected at least one record "
+                f"({record})"
             )

@@ -42,6 +42,8 @@ LOCK_NAME = "LOCK"
 # One flush serves this many bytes, so that many small blocks cost few flushes.
 _BATCH_BYTES = 32 << 20
 _MAX_TOUCHED = 1024
+# What reading a record may raise: the device's errors, and those of a row that is no place in it.
+_UNREADABLE = (OSError, TypeError, ValueError, OverflowError)
 
 
 class _Block(NamedTuple):
@@ -280,9 +282,12 @@ class DiskStore:
                 continue
             try:
                 found = segment.read(row.offset, row.num_bytes)
-            except (OSError, TypeError, ValueError, OverflowError, MemoryError) as error:
+            except (*_UNREADABLE, MemoryError) as error:
                 self._note(error)
-                return None
+                # Kept if nothing could be stored in its place, or if the fault is not its own.
+                if self.config.read_only or isinstance(error, MemoryError):
+                    return None
+                found = None
             if found and found[0].address == address and self._fits(found[0]):
                 return found[1]
             self._count(damaged=1)
@@ -547,7 +552,12 @@ class DiskStore:
         for row in rows:
             if (row.address not in pinned and row.value < mark) or row.num_bytes > room:
                 continue
-            found = victim.read(row.offset, row.num_bytes)
+            try:
+                found = victim.read(row.offset, row.num_bytes)
+            except _UNREADABLE as error:
+                # Lost, and no more than that: a victim that may not go would be chosen for ever.
+                self._note(error)
+                found = None
             if self._open is None or found is None or found[0].address != row.address:
                 damaged.add(row.address)
                 continue

@@ -42,7 +42,7 @@ class TierStats:
     store_s        seconds of writing, on whichever thread writes
     rejected       not written: no room, over quota, queue full, or a write that failed
     evicted        given up for room or quota, or by `evict`
-    damaged        found with wrong bytes; each was a miss
+    damaged        found with wrong bytes, or lost to a read that failed; each was a miss
     errors         operating system or index errors survived
     num_blocks     blocks held, all namespaces
     num_bytes      bytes that the tier takes; never above its budget

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.server
+import socket
 import subprocess
 import sys
 import threading
@@ -159,6 +160,42 @@ def test_stat_asks_a_server_and_prints_its_tiers(server, tmp_path, capsys):
         Cache(action="stat", server=f"{server}/x", api_key_file=keys).run()
     with pytest.raises(ValueError, match=r"--server: got .* with verify"):
         Cache(action="verify", server=server, directory=tmp_path).run()
+
+
+@pytest.mark.parametrize(
+    ("reply", "told"),
+    [
+        (b"220 mail ready\r\n", r"BadStatusLine\('220 mail ready\\r\\n'\)"),
+        (b"x" * 5000 + b"\r\n", r"BadStatusLine\('x+"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\nhalf", "IncompleteRead"),
+    ],
+    ids=["other protocol", "long line", "cut short"],
+)
+def test_stat_tells_in_one_sentence_that_a_port_does_not_speak_http(reply, told):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(20)
+
+        def answer() -> None:
+            peer, _ = listener.accept()
+            with peer:
+                peer.settimeout(20)
+                peer.recv(1 << 16)
+                peer.sendall(reply)
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        address = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(ValueError, match=told) as caught:
+            Cache(action="stat", server=address).run()
+        thread.join()
+    assert str(caught.value).startswith(f"--server: {address} does not answer in HTTP (")
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 200
+
+
+def test_stat_refuses_a_port_that_is_no_number():
+    with pytest.raises(ValueError, match=r"--server: .* does not answer in HTTP \(InvalidURL"):
+        Cache(action="stat", server="http://127.0.0.1:x").run()
 
 
 def test_reading_figures_needs_no_torch():

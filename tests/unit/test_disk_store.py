@@ -131,6 +131,36 @@ def test_settings_that_cannot_work_are_refused_by_name(tmp_path, field, value):
         DiskStoreConfig(directory=tmp_path, **settings)
 
 
+# Two groups of 900 and 340 bytes and their header fit one page; 9,000 and a header take three.
+@pytest.mark.parametrize(("groups", "record"), [(None, 4096), ((900, 340), 4096), ((9000,), 12288)])
+@pytest.mark.parametrize(
+    ("field", "expected"),
+    [
+        ("tenant_quota_bytes", "None or at least one record"),
+        ("max_pending_bytes", "at least one record"),
+    ],
+)
+def test_bounds_below_one_record_are_refused_with_what_is_expected(
+    tmp_path, groups, record, field, expected
+):
+    settings = {"directory": tmp_path / "s", "namespace": NAMESPACE, "max_bytes": 1 << 30}
+    settings["group_bytes"] = groups
+    for value in (-1, 0, 1, record - 1):
+        told = rf"^{field}: got {value}, expected {expected} \({record}\)$"
+        with pytest.raises(StoreError, match=told):
+            DiskStoreConfig(**settings, **{field: value})
+    assert getattr(DiskStoreConfig(**settings, **{field: record}), field) == record
+    assert DiskStoreConfig(**settings).tenant_quota_bytes is None
+
+
+def test_bounds_of_one_record_still_store(tmp_path):
+    bounds = {"tenant_quota_bytes": ALIGNMENT, "max_pending_bytes": ALIGNMENT}
+    with open_store(tmp_path, group_bytes=(900, 340), **bounds) as store:
+        put(store, 0)
+        put(store, 1)
+        assert [has(store, n) for n in range(2)] == [False, True]
+
+
 class CountingDisk(Disk):
     """Keeps the largest sum of the segment files that any call left behind."""
 
