@@ -30,7 +30,7 @@ _OF_TIERS = (
     ("cache_store_seconds_total", "Time of writing, by tier.", "store_s"),
     ("cache_refused_total", "Turned away: no room, quota, full queue, failed write.", "rejected"),
     ("cache_evictions_total", "Given up for room or quota, by tier.", "evicted"),
-    ("cache_damaged_total", "Blocks found with wrong bytes; each was a miss.", "damaged"),
+    ("cache_damaged_total", "Blocks with wrong bytes or a failed read; each a miss.", "damaged"),
     ("cache_errors_total", "Errors of the system that a tier survived.", "errors"),
     ("cache_held", "Blocks or window snapshots held now, by tier.", "num_blocks"),
     ("cache_held_bytes", "Bytes taken now, by tier.", "num_bytes"),
