@@ -20,7 +20,8 @@ def test_kills_of_a_store_break_no_promise(tmp_path, mode):
 
 def test_promises_before_the_flush_are_found_out(tmp_path):
     killing = Killing(tmp_path / "cache", "roomy", control="early")
-    assert any("lost" in problem for _ in range(20) for problem in killing.once())
+    # On a quick disk a kill hits the moment between promise and flush one time in ten.
+    assert any("lost" in problem for _ in range(150) for problem in killing.once())
 
 
 @pytest.mark.slow
