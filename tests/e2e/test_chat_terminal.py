@@ -365,6 +365,8 @@ def test_in_a_terminal_a_reply_streams_dim_and_ctrl_c_stops_it_alone():
         terminal.press_until("\x03", "/quit or end of input leaves")
         terminal.type("/stats\n")
         terminal.until("turns 3, messages 6")
+        # End of input counts where a line is read, and not before.
+        terminal.until("\n> ")
         terminal.type("\x04")
         terminal.until("left True")
         assert terminal.process.wait(timeout=10) == 0
