@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import statistics
 import sys
 import time
@@ -29,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from decode_floors import decode_costs, floor_seconds
 from decode_step import Cache, Launches, Model, Step
+from gpu_lines import GpuLines
 
 from finwhale.config import preset
 from finwhale.config.layers import AttentionMode
@@ -43,23 +43,14 @@ ENGRAM_ROWS = 1 << 20
 CONTEXTS, BATCHES = (4096, 65536, 1 << 20), (1, 8, 64)
 
 
-class Bench:
+class Bench(GpuLines):
     def __init__(self, out: Path | None, limit_s: float):
-        self.out, self.start, self.limit_s = out, time.monotonic(), limit_s
+        super().__init__(out, limit_s)
         self.deadline = float("inf")  # of the part that runs now
-        self.copy_gbs = self.read_gbs = self.bf16_tflops = 0.0
-
-    def say(self, **line) -> None:
-        text = json.dumps(line)
-        print(text, flush=True)
-        if self.out is not None:
-            with self.out.open("a", encoding="utf-8") as file:
-                file.write(text + "\n")
 
     @property
     def is_late(self) -> bool:
-        now = time.monotonic()
-        return now - self.start > self.limit_s or now > self.deadline
+        return super().is_late or time.monotonic() > self.deadline
 
     def graph_times(self, graph: torch.cuda.CUDAGraph, replays: int) -> list[float]:
         """Return the microseconds of each replay, after two that do not count."""

@@ -11,10 +11,8 @@ rest goes on; after --limit-s nothing new starts.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
-import time
 import traceback
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +21,8 @@ import torch
 from record import provenance
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from gpu_lines import GpuLines
 
 from finwhale.decode_kernels import attention_refs as refs
 from finwhale.decode_kernels import gather_attention as attention
@@ -36,22 +36,7 @@ ROTATED_BYTES = 160 << 20  # inputs of one graph together; the L2 of an H200 is 
 DEVICE = "cuda"
 
 
-class Bench:
-    def __init__(self, out: Path | None, limit_s: float):
-        self.out, self.start, self.limit_s = out, time.monotonic(), limit_s
-        self.copy_gbs = self.read_gbs = self.bf16_tflops = 0.0
-
-    def say(self, **line) -> None:
-        text = json.dumps(line)
-        print(text, flush=True)
-        if self.out is not None:
-            with self.out.open("a", encoding="utf-8") as file:
-                file.write(text + "\n")
-
-    @property
-    def is_late(self) -> bool:
-        return time.monotonic() - self.start > self.limit_s
-
+class Bench(GpuLines):
     def microseconds(self, calls, replays: int = 9) -> tuple[float, float, float]:
         """Return median, least and largest time of one of `calls`, run as one CUDA graph."""
         side = torch.cuda.Stream()
@@ -278,9 +263,10 @@ def scores_part(bench: Bench, everything: bool) -> None:
                 for x in scoring.BENCHED:
                     form = f"k{x.keys} p{x.programs} w{x.num_warps} s{x.num_stages}"
                     forms[form] = lambda launch=x, ours=ours: ours(launch)
-            if not is_pool:
-                forms["peer deep_gemm fp8_mqa_logits, dense keys"] = (
-                    lambda t=tokens, c=context, n=calls: mqa_logits(t, c, n)
+            # The peer serves the queries of one key sequence, and these have one each.
+            if not is_pool and tokens == 1:
+                forms["peer deep_gemm fp8_mqa_logits, dense keys"] = lambda c=context, n=calls: (
+                    mqa_logits(c, n)
                 )
             shape = {"T": tokens, "context": context, "pool": is_pool}
             flops = 2.0 * tokens * columns * INDEX_HEADS * INDEX_DIM
@@ -290,12 +276,11 @@ def scores_part(bench: Bench, everything: bool) -> None:
             torch.cuda.empty_cache()
 
 
-def mqa_logits(tokens: int, context: int, calls: int):
+def mqa_logits(context: int, calls: int):
+    """Return calls of the peer, one query each."""
     import deep_gemm
 
-    if tokens > 1:
-        raise NotImplementedError("one key sequence serves all queries there; T > 1 is other work")
-    out = []
+    tokens, out = 1, []
     for _ in range(calls):
         q = torch.randn(tokens, INDEX_HEADS, INDEX_DIM, device=DEVICE).to(torch.float8_e4m3fn)
         keys = torch.randn(context, INDEX_DIM, device=DEVICE).to(torch.float8_e4m3fn)

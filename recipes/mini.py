@@ -47,7 +47,14 @@ def model() -> ModelConfig:
 
 
 def _run(
-    *, rows: int, tokens: int, rate: float, form: str, schedule: ScheduleConfig, after: str | None
+    *,
+    rows: int,
+    tokens: int,
+    rate: float,
+    form: str,
+    schedule: ScheduleConfig,
+    after: str | None,
+    mixture: tuple[str, ...] = _RECALL,
 ) -> RunConfig:
     return RunConfig(
         model=model(),
@@ -57,7 +64,7 @@ def _run(
             tokenizer="data/tokenizer.json",
             train_bytes=200_000_000,
             validation_bytes=600_000,
-            mixture=_RECALL,
+            mixture=mixture,
         ),
         # Few steps: routing biases must move faster than in a long run.
         optim=OptimConfig(lr=rate, balance_rate=0.003),
@@ -132,6 +139,11 @@ def quantized_exact() -> RunConfig:
     return replace(quantized(), quantization=QuantizationConfig(start=0.0))
 
 
+def _conversations(share: float, *recall: str) -> tuple[str, ...]:
+    """Return a mixture with conversations; what is left of the tokens is text."""
+    return f"{CHAT_SHARDS}={share}", *recall, "long_copy=0.02", "variable_tracking=0.01"
+
+
 def chat() -> RunConfig:
     """Conversations, two thirds of the tokens, in the deployed formats with simulated replay."""
     run = _run(
@@ -141,21 +153,11 @@ def chat() -> RunConfig:
         form="explored",
         schedule=ScheduleConfig(steps=320, warmup_steps=10, min_ratio=0.05),
         after="runs/mini/quantized",
+        mixture=_conversations(
+            0.66, "repeated_recall=0.06", "associative_recall=0.04", "needle=0.03"
+        ),
     )
-    mixture = (
-        f"{CHAT_SHARDS}=0.66",
-        "repeated_recall=0.06",
-        "associative_recall=0.04",
-        "needle=0.03",
-        "long_copy=0.02",
-        "variable_tracking=0.01",
-    )
-    return replace(
-        run,
-        seed=2,
-        data=replace(run.data, mixture=mixture),
-        quantization=QuantizationConfig(start=0.0, replay=0.5),
-    )
+    return replace(run, seed=2, quantization=QuantizationConfig(start=0.0, replay=0.5))
 
 
 def pool() -> RunConfig:
@@ -170,19 +172,13 @@ def pool() -> RunConfig:
         form="combined",
         schedule=ScheduleConfig(steps=240, warmup_steps=10, min_ratio=0.05),
         after="runs/mini/chat",
-    )
-    mixture = (
-        f"{CHAT_SHARDS}=0.50",
-        "repeated_recall=0.05",
-        "associative_recall=0.10",
-        "needle=0.10",
-        "long_copy=0.02",
-        "variable_tracking=0.01",
+        mixture=_conversations(
+            0.5, "repeated_recall=0.05", "associative_recall=0.10", "needle=0.10"
+        ),
     )
     return replace(
         run,
         seed=4,
-        data=replace(run.data, mixture=mixture),
         indexer=replace(run.indexer, rows=256, pool_teacher="searchers"),
         quantization=QuantizationConfig(start=0.0, replay=0.5),
     )

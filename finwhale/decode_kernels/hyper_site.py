@@ -140,22 +140,14 @@ def _coefficients(sums_ptr, t, inside, base_ptr, scale_ptr, pre_ptr, post_ptr, c
     d0, d1, d2, d3 = _softmax_row(sums_ptr, t, inside, base_ptr, scale_ptr, inverse, eps, 3)
     for step in range(iterations):
         if step > 0:
-            r = 1.0 / ((a0 + a1) + (a2 + a3) + eps)
-            a0, a1, a2, a3 = a0 * r, a1 * r, a2 * r, a3 * r
-            r = 1.0 / ((b0 + b1) + (b2 + b3) + eps)
-            b0, b1, b2, b3 = b0 * r, b1 * r, b2 * r, b3 * r
-            r = 1.0 / ((c0 + c1) + (c2 + c3) + eps)
-            c0, c1, c2, c3 = c0 * r, c1 * r, c2 * r, c3 * r
-            r = 1.0 / ((d0 + d1) + (d2 + d3) + eps)
-            d0, d1, d2, d3 = d0 * r, d1 * r, d2 * r, d3 * r
-        r = 1.0 / ((a0 + b0) + (c0 + d0) + eps)
-        a0, b0, c0, d0 = a0 * r, b0 * r, c0 * r, d0 * r
-        r = 1.0 / ((a1 + b1) + (c1 + d1) + eps)
-        a1, b1, c1, d1 = a1 * r, b1 * r, c1 * r, d1 * r
-        r = 1.0 / ((a2 + b2) + (c2 + d2) + eps)
-        a2, b2, c2, d2 = a2 * r, b2 * r, c2 * r, d2 * r
-        r = 1.0 / ((a3 + b3) + (c3 + d3) + eps)
-        a3, b3, c3, d3 = a3 * r, b3 * r, c3 * r, d3 * r
+            a0, a1, a2, a3 = _divided(a0, a1, a2, a3, eps)
+            b0, b1, b2, b3 = _divided(b0, b1, b2, b3, eps)
+            c0, c1, c2, c3 = _divided(c0, c1, c2, c3, eps)
+            d0, d1, d2, d3 = _divided(d0, d1, d2, d3, eps)
+        a0, b0, c0, d0 = _divided(a0, b0, c0, d0, eps)
+        a1, b1, c1, d1 = _divided(a1, b1, c1, d1, eps)
+        a2, b2, c2, d2 = _divided(a2, b2, c2, d2, eps)
+        a3, b3, c3, d3 = _divided(a3, b3, c3, d3, eps)
     comb = comb_ptr + t * 16
     _store_row(comb, a0, a1, a2, a3, inside)
     _store_row(comb + 4, b0, b1, b2, b3, inside)
@@ -181,6 +173,13 @@ def _softmax_row(sums_ptr, t, inside, base_ptr, scale_ptr, inverse, eps, row: tl
     m0, m1, m2, m3 = tl.exp(m0 - top), tl.exp(m1 - top), tl.exp(m2 - top), tl.exp(m3 - top)
     r = 1.0 / ((m0 + m1) + (m2 + m3))
     return m0 * r + eps, m1 * r + eps, m2 * r + eps, m3 * r + eps
+
+
+@triton.jit
+def _divided(x0, x1, x2, x3, eps):
+    """Return four numbers over their sum."""
+    r = 1.0 / ((x0 + x1) + (x2 + x3) + eps)
+    return x0 * r, x1 * r, x2 * r, x3 * r
 
 
 @triton.jit

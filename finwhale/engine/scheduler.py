@@ -421,17 +421,12 @@ class Scheduler:
         """Offer blocks of the hit that the tier once turned away: a hole ends every later hit.
 
         Blocks that the sequence made itself were offered as they were filled, and may be on their
-        way still.
+        way still. A tier that never turned a block away is not asked about any.
         """
         found = sequence.keys[: sequence.num_found]
-        if self.tier is None or not found:
+        if self.tier is None or not found or not self.tier.stats().rejected:
             return
-        try:
-            here = self.tier.lookup(found, tenant=sequence.salt)
-        except Exception:
-            self.stats.tier_errors += 1
-            logger.exception("the cache tier could not be asked; serving goes on without it")
-            return
+        here = self.tier.lookup(found, tenant=sequence.salt)
         for n in range(here, min(len(found), here + _MOST_OFFERED_AGAIN)):
             self._offer(self.tier, sequence, n, found[n])
 

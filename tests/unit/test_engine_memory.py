@@ -386,7 +386,10 @@ class Full(MemoryStore):
     is_full = True
 
     def store(self, *args, **options):
-        return not self.is_full and super().store(*args, **options)
+        if self.is_full:
+            self._stats.rejected += 1
+            return False
+        return super().store(*args, **options)
 
     def close(self):
         return None
