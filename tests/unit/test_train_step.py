@@ -18,7 +18,7 @@ from finwhale.config.run import (
     RunConfig,
     ScheduleConfig,
 )
-from finwhale.data.packing import pack
+from finwhale.data.packing import NO_TARGET, pack
 from finwhale.train.loop import build_model, build_optimizers
 from finwhale.train.loss import Batch
 from finwhale.train.step import Phase, TrainStep, _clipped, _replay_starts
@@ -293,3 +293,18 @@ def test_pool_teacher_works_in_the_deployed_formats():
     first = {teacher: losses[0] for teacher, losses in found.items()}
     assert {o for o in first["own"] if first["own"][o] != first["searchers"][o]} == {builder}
     assert found["searchers"][-1][builder] < found["searchers"][0][builder]
+
+
+def test_a_share_of_the_taught_rows_asks_for_something():
+    """Of a text nothing does, and the rows are those that are drawn anyway."""
+    text = batch_of()
+    targets = text.targets.clone()
+    targets[:, ::3] = NO_TARGET
+    tasks = replace(text, targets=targets)
+    found = {}
+    for share in (0.0, 1.0):
+        indexer = IndexerConfig(form="sampled_rows", rows=6, answer_rows=share)
+        training = training_of(run_of(indexer=indexer))
+        found[share] = [training.gradients(b, 3).index_losses for b in (text, tasks)]
+    assert found[1.0][0] == found[0.0][0]
+    assert all(found[1.0][1][o] != found[0.0][1][o] for o in training.owners)
