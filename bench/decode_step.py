@@ -1,4 +1,4 @@
-"""A whole decode step out of `finwhale.decode_kernels`, over random weights in the stored formats.
+"""Random weights and full caches for `finwhale.gpu.step`, in the stored formats.
 
 What `gpu_decode.py` times: every launch of a step of a config, in order, as a CUDA graph can hold
 it. Weights are random bytes in the release's formats with scales that keep values near one; caches
@@ -10,71 +10,22 @@ completes the groups of ratio 2: both of the two tokens would not.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from finwhale.config.layers import AttentionMode, LayerSpec, PoolUse, RopeKind, build_layer_specs
+from finwhale.config.layers import LayerSpec, RopeKind, build_layer_specs
 from finwhale.config.model import TextConfig
-from finwhale.decode_kernels.engram_gate import engram_gather, engram_update
-from finwhale.decode_kernels.experts_w4 import (
-    ExpertLaunch,
-    ExpertWeights,
-    expert_launch,
-    experts_w4,
-)
-from finwhale.decode_kernels.gather_attention import gather_attention
-from finwhale.decode_kernels.head import draw_tokens, head_logits
-from finwhale.decode_kernels.hyper_site import (
-    Site,
-    SiteLaunch,
-    hyper_site,
-    site_launch,
-    site_scratch,
-    split_normed,
-)
-from finwhale.decode_kernels.index_scores import index_scores
-from finwhale.decode_kernels.linear_fp8 import LinearLaunch, linear_fp8, linear_launch
-from finwhale.decode_kernels.route import RouteLaunch, route, route_launch, route_scratch
-from finwhale.decode_kernels.select_topk import pool_rows, select_topk_rows
-from finwhale.decode_kernels.store_rows import close_groups, rotate_queries, store_rows
+from finwhale.decode_kernels.experts_w4 import ExpertWeights
+from finwhale.decode_kernels.head import draw_tokens
+from finwhale.decode_kernels.hyper_site import Site
+from finwhale.gpu.places import EntryPlaces, Places
+from finwhale.gpu.step import DecodeStep, Launches
+from finwhale.gpu.weights import LayerWeights, Matrix, StepWeights
 from finwhale.ops.engram import engram_multipliers
-from finwhale.ops.hyper_connection import HyperMix
 from finwhale.ops.rope import rope_frequencies, rope_rotation
 
 ENTRIES_PER_BLOCK = 64
-Matrix = tuple[Tensor, Tensor | None]
-
-
-@dataclass(kw_only=True)
-class Launches:
-    """Launch parameters that a sweep replaces; None: the kernels' own tables."""
-
-    linear: LinearLaunch | None = None
-    experts: ExpertLaunch | None = None
-    route: RouteLaunch | None = None
-    site: SiteLaunch | None = None
-    overlap: int = 0
-    invariant: bool = False
-
-    @classmethod
-    def chosen(
-        cls, tokens: int, device: str, *, overlap: int = 0, invariant: bool = False
-    ) -> Launches:
-        """Return the tables' parameters for `tokens` tokens, with that kind of overlap.
-
-        invariant  those under which a sequence's step does not depend on its neighbours
-        """
-        of = tokens, torch.device(device), invariant
-        return cls(
-            linear=replace(linear_launch(*of), overlap=overlap),
-            experts=replace(expert_launch(*of), overlap=overlap),
-            route=replace(route_launch(*of), overlap=overlap),
-            site=replace(site_launch(*of), overlap=overlap),
-            overlap=overlap,
-            invariant=invariant,
-        )
 
 
 class RandomWeights:
@@ -117,37 +68,11 @@ class RandomWeights:
         return Site(fn, base, torch.ones(3, device=self.device), self.ones(channels))
 
 
-@dataclass(kw_only=True)
-class Layer:
-    """The weights of one layer."""
-
-    spec: LayerSpec
-    attn_site: Site
-    ffn_site: Site
-    qkv: Matrix
-    q_norm: Tensor
-    wq_b: Matrix
-    kv_norm: Tensor
-    wo_a: Matrix
-    wo_b: Matrix
-    sink: Tensor
-    gate: Tensor
-    bias: Tensor
-    experts: ExpertWeights
-    compressor: Tensor | None = None
-    compressor_norm: Tensor | None = None
-    index_wk: Tensor | None = None
-    index_k_norm: Tensor | None = None
-    index_wq_b: Matrix | None = None
-    index_weights: Tensor | None = None
-    engram: dict[str, Tensor] = field(default_factory=dict)
-
-
-class Model:
+class Model(StepWeights):
     """Random weights of a whole model; `layers` keeps only the first few, for sweeps."""
 
     def __init__(self, c: TextConfig, device: str, engram_rows: int, layers: int | None = None):
-        self.config, self.device = c, device
+        self.config, self.device = c, torch.device(device)
         self.specs = build_layer_specs(c)[:layers]
         make = self.make = RandomWeights(device)
         self.embed = make.bf16(c.vocab_size, c.hidden_size)
@@ -156,7 +81,7 @@ class Model:
         self.engram_rows = engram_rows
         self.layers = [self._layer(spec) for spec in self.specs]
 
-    def _layer(self, spec: LayerSpec) -> Layer:
+    def _layer(self, spec: LayerSpec) -> LayerWeights:
         c, make = self.config, self.make
         wide, joined, inner = (
             c.hidden_size,
@@ -169,7 +94,7 @@ class Model:
             *make.fp8(2 * inner, wide),
             *make.fp8(wide, inner),
         )
-        layer = Layer(
+        layer = LayerWeights(
             spec=spec,
             attn_site=make.site(wide),
             ffn_site=make.site(wide),
@@ -228,86 +153,68 @@ class Model:
 
 
 class Cache:
-    """Caches of `batch` sequences with room for `context` tokens, all at the same position.
+    """Caches of `batch` sequences that hold `context` tokens with the one that a step computes.
 
-    is_random  rows are random bytes of sensible size, as if every token had been there; else zeros
+    Pools as `finwhale.cache.paged_pools.PagedPools`, and `places` of the rows in them.
     """
 
-    def __init__(self, model: Model, batch: int, context: int, is_random: bool = True):
-        self.config, self.specs, self.device = model.config, model.specs, model.device
-        self.batch, self.context = batch, context
-        c = self.config
-        rows = RandomWeights(self.device) if is_random else None
-        self.rings = [
-            _packed_rows(rows, batch * c.sliding_window, c.head_dim, 32, 127, self.device)
-            for _ in self.specs
-        ]
-        self.frequencies = {
+    def __init__(self, model: Model, batch: int, context: int):
+        c, device = model.config, model.device
+        rows = RandomWeights(device)
+        width = batch * c.sliding_window
+        self.window = {
+            spec.layer_id: _packed_rows(rows, width, c.head_dim, 32, 127) for spec in model.specs
+        }
+        self.main, self.index_k, self.open = {}, {}, {}
+        frequencies = {
             RopeKind.WINDOW: rope_frequencies(c.rope_theta, c.qk_rope_head_dim, None),
             RopeKind.COMPRESSED: rope_frequencies(
                 c.compress_rope_theta, c.qk_rope_head_dim, c.rope_scaling
             ),
         }
-        self.main, self.keys, self.tables, self.open_group = {}, {}, {}, {}
-        for spec in self.specs:
+        where = torch.full((batch,), context - 1, device=device)
+        entries = {}
+        for spec in model.specs:
             if not spec.owns_kv:
                 continue
-            blocks = -(-(context // spec.ratio) // ENTRIES_PER_BLOCK)
+            owner, visible = spec.layer_id, context // spec.ratio
+            blocks = -(-visible // ENTRIES_PER_BLOCK)
             count = batch * blocks * ENTRIES_PER_BLOCK
             half, narrow = c.head_dim // 2, c.index_head_dim // 2
-            self.main[spec.layer_id] = _packed_rows(rows, count, half, 8, 0x30, self.device)
-            self.keys[spec.layer_id] = _packed_rows(rows, count, narrow, 16, 125, self.device)
-            order = torch.randperm(batch * blocks, device=self.device)
-            self.tables[spec.layer_id] = order.view(batch, blocks)
+            self.main[owner] = _packed_rows(rows, count, half, 8, 0x30)
+            self.index_k[owner] = _packed_rows(rows, count, narrow, 16, 125)
             if spec.ratio > 1:
-                shape = batch, 2, c.head_dim
-                self.open_group[spec.layer_id] = torch.randn(shape, device=self.device)
-        self.at(context - 1)
-
-    def at(self, position: int) -> None:
-        """Set what depends on the position of the token that the next step computes."""
-        c, device, batch = self.config, self.device, self.batch
-        self.position = position
-        where = torch.full((batch,), position, device=device)
-        first = (torch.arange(batch, device=device) * c.sliding_window)[:, None]
-        slot = torch.arange(c.sliding_window, device=device)
-        self.window_index = torch.where(slot <= position, first + slot, -1)
-        self.ring_rows = first[:, 0] + position % c.sliding_window
-        self.rotation, self.entry_rotation = {}, {}
-        for kind, frequencies in self.frequencies.items():
-            self.rotation[kind] = rope_rotation(where, frequencies.to(device))
-        self.sequence = torch.arange(batch, device=device)
-        self.visible, self.entry_rows, self.closes = {}, {}, {}
-        self.pool_lengths, self.pool_columns = {}, {}
-        for spec in self.specs:
-            if not spec.owns_kv:
-                continue
-            layer, visible = spec.layer_id, (position + 1) // spec.ratio
-            start = where // spec.ratio * spec.ratio
-            frequencies = self.frequencies[spec.rope].to(device)
-            self.entry_rotation[layer] = rope_rotation(start, frequencies)
-            self.visible[layer] = torch.full((batch,), visible, device=device)
-            # A group that this token leaves open has no entry: -1 stores nothing.
-            last, rows = visible - 1, torch.full((batch,), -1, device=device)
-            closes = (position + 1) % spec.ratio == 0
-            self.closes[layer] = torch.full((batch,), closes, device=device)
-            if closes:
-                block = self.tables[layer][:, last // ENTRIES_PER_BLOCK]
-                rows = block * ENTRIES_PER_BLOCK + last % ENTRIES_PER_BLOCK
-            self.entry_rows[layer] = rows
+                self.open[owner] = torch.randn((batch, 2, c.head_dim), device=device)
+            tables = torch.randperm(batch * blocks, device=device).view(batch, blocks)
+            start, last = where // spec.ratio * spec.ratio, visible - 1
             candidates = -(-visible // c.candidate_block_size)
-            self.pool_lengths[layer] = torch.full((batch,), candidates, device=device)
             columns = min(candidates, c.candidate_topk_blocks) * c.candidate_block_size
-            self.pool_columns[layer] = torch.full((batch,), columns, device=device)
+            newest = tables[:, last // ENTRIES_PER_BLOCK] * ENTRIES_PER_BLOCK
+            entries[owner] = EntryPlaces(
+                tables=tables,
+                entries_per_block=ENTRIES_PER_BLOCK,
+                capacity=visible,
+                visible=torch.full((batch,), visible, device=device),
+                closes=torch.full((batch,), context % spec.ratio == 0, device=device),
+                rows=newest + last % ENTRIES_PER_BLOCK,
+                rotation=rope_rotation(start, frequencies[spec.rope].to(device)),
+                pool_lengths=torch.full((batch,), candidates, device=device),
+                pool_columns=torch.full((batch,), columns, device=device),
+            )
+        slots = torch.arange(batch, device=device)
+        first = slots * c.sliding_window
+        slot = torch.arange(c.sliding_window, device=device)
+        self.places = Places(
+            slots=slots,
+            window_index=torch.where(slot < context, first[:, None] + slot, -1),
+            ring_rows=first + (context - 1) % c.sliding_window,
+            rotation={k: rope_rotation(where, f.to(device)) for k, f in frequencies.items()},
+            entries=entries,
+        )
 
 
-def _packed_rows(
-    make: RandomWeights | None, count: int, codes: int, per_scale: int, scale: int, device: str
-) -> Tensor:
+def _packed_rows(make: RandomWeights, count: int, codes: int, per_scale: int, scale: int) -> Tensor:
     """Return rows of `codes` code bytes and a scale byte per `per_scale` of them."""
-    if make is None:
-        shape = count, codes + codes // per_scale
-        return torch.zeros(shape, dtype=torch.uint8, device=device)
     rows = make.bytes(count, codes + codes // per_scale)
     if per_scale == 32:
         rows[:, :codes] &= 0xBF  # E4M3 without NaN
@@ -315,168 +222,26 @@ def _packed_rows(
     return rows
 
 
-class Step:
+class Step(DecodeStep):
     """One decode step of a batch; `run` launches it, `graph` captures it."""
 
     def __init__(self, model: Model, cache: Cache, launches: Launches | None = None):
-        self.model, self.cache = model, cache
-        self.launches = Launches() if launches is None else launches
-        self.overlap = self.launches.overlap > 0
-        c, device, batch = model.config, model.device, cache.batch
-        self.ids = torch.randint(3, c.vocab_size, (batch,), device=device)
-        self.recent = torch.randint(
+        c, device, batch = model.config, model.device, len(cache.places.slots)
+        super().__init__(model, cache, batch, launches)
+        ids = torch.randint(3, c.vocab_size, (batch,), device=device)
+        recent = torch.randint(
             0, c.engram_compressed_vocab_size, (batch, c.engram_max_ngram_size), device=device
         )
+        self.begin(ids, recent, cache.places)
         self.temperatures = torch.zeros(batch, device=device)
         self.uniforms = torch.rand(batch, dtype=torch.float64, device=device)
-        self.first_mix = torch.zeros(batch, 4, device=device)
-        self.first_mix[:, 0] = 1.0
-        self.scratch = (
-            torch.empty(1 << 24, device=device),
-            torch.zeros(1 << 15, dtype=torch.int32, device=device),
-        )
-        self.site_scratch = site_scratch(batch, c.hidden_size, device)
-        self.route_scratch = route_scratch(batch, c.n_routed_experts, device)
-        self.active: list[Tensor] = []
-        self.tokens = self.ids
-
-    def linear(self, x: Tensor, matrix: Matrix, **options) -> Tensor:
-        return linear_fp8(x, *matrix, launch=self.launches.linear, scratch=self.scratch, **options)
-
-    def site(self, streams, parts, before, incoming, site):
-        c = self.model.config
-        return hyper_site(
-            streams, parts, before, incoming, site,
-            iterations=c.hc_sinkhorn_iters, norm_eps=c.rms_norm_eps, eps=c.hc_eps,
-            launch=self.launches.site, scratch=self.site_scratch,
-        )  # fmt: skip
+        self.tokens = ids
 
     def run(self) -> Tensor:
         """Launch the step; returns the next ids [T] and keeps the experts that were active."""
-        c = self.model.config
-        self.active = []
-        self.topk, self.pool = {}, None
-        streams = self.model.embed[self.ids].unsqueeze(1).repeat(1, c.hc_mult, 1)
-        gathered = {
-            layer.spec.layer_id: self.gather(layer) for layer in self.model.layers if layer.engram
-        }
-        parts, before, incoming = None, None, self.first_mix
-        for layer in self.model.layers:
-            if layer.engram:
-                e = layer.engram
-                kv = self.linear(gathered[layer.spec.layer_id], (e["wkv"], e["wkv_scales"]))
-                streams = engram_update(
-                    streams, parts, before, kv, e["q_weight"], e["k_weight"], c.rms_norm_eps
-                )
-                parts, before = None, None
-            streams, parts, before, incoming = self.block(layer, streams, parts, before, incoming)
-        x = self.site(streams, parts, before, incoming, self.model.final).x
-        self.logits = head_logits(x, self.model.head, self.launches.linear, self.scratch)
+        self.logits = self.head(self.hidden())
         self.tokens = draw_tokens(self.logits, self.temperatures, self.uniforms)
         return self.tokens
-
-    def gather(self, layer: Layer) -> Tensor:
-        e = layer.engram
-        return engram_gather(
-            self.recent, e["multipliers"], e["primes"], e["offsets"], e["table"], e["table_scales"]
-        )
-
-    def block(
-        self, layer: Layer, streams: Tensor, parts, before: HyperMix | None, incoming: Tensor
-    ):
-        """Launch one layer; returns what the next one takes."""
-        c = self.model.config
-        out = self.site(streams, parts, before, incoming, layer.attn_site)
-        y = self.attention(layer, out.x, out.x_rounded)
-        site = self.site(streams, y.unsqueeze(1), out.mix, out.mix.pre, layer.ffn_site)
-        routing = route(
-            site.x, layer.gate, layer.bias, c.num_experts_per_tok, c.routed_scaling_factor,
-            self.launches.route, self.route_scratch,
-        )  # fmt: skip
-        self.active.append(routing.active)
-        parts = experts_w4(
-            site.x_rounded, routing, layer.experts, c.swiglu_limit, self.launches.experts
-        )
-        return streams, parts, site.mix, site.mix.pre
-
-    def attention(self, layer: Layer, x: Tensor, rounded: Tensor) -> Tensor:
-        c, cache, spec = self.model.config, self.cache, layer.spec
-        rotation = cache.rotation[spec.rope]
-        eps, ring = c.rms_norm_eps, cache.rings[spec.layer_id]
-        qr, kv = split_normed(
-            self.linear(rounded, layer.qkv), layer.q_norm, eps, self.launches.overlap
-        )
-        q = self.linear(qr, layer.wq_b, turn=rotation, head_dim=c.head_dim)
-        q = q.view(-1, c.num_attention_heads, c.head_dim)
-        store_rows(
-            "window", kv, layer.kv_norm, rotation, ring, cache.ring_rows, eps, overlap=self.overlap
-        )
-        if spec.owns_kv:
-            self.publish(layer, x)
-        if spec.owns_topk:
-            self.select(layer, x, qr)
-        is_window = spec.mode is AttentionMode.WINDOW
-        out = gather_attention(
-            q,
-            ring,
-            cache.window_index,
-            None if is_window else cache.main[spec.kv_owner],
-            cache.window_index if is_window else self.topk[spec.topk_owner],
-            layer.sink,
-            rotation,
-            invariant=self.launches.invariant,
-            overlap=self.overlap,
-        )
-        z = self.linear(out.flatten(1), layer.wo_a, groups=c.o_groups, round_output=True)
-        return self.linear(z, layer.wo_b)
-
-    def publish(self, layer: Layer, x: Tensor) -> None:
-        c, cache, spec = self.model.config, self.cache, layer.spec
-        owner, eps = spec.layer_id, c.rms_norm_eps
-        if spec.ratio > 1:
-            found = self.linear(x, (layer.compressor, None), out_dtype=torch.float32)
-            pooled = close_groups(
-                *found.chunk(2, dim=-1), cache.open_group[owner], cache.sequence,
-                cache.closes[owner], overlap=self.overlap,
-            )  # fmt: skip
-        else:
-            pooled = self.linear(x, (layer.compressor, None))
-        latent = torch.empty_like(pooled)
-        rotation, rows = cache.entry_rotation[owner], cache.entry_rows[owner]
-        store_rows(
-            "entry", pooled, layer.compressor_norm, rotation, cache.main[owner], rows, eps, latent,
-            overlap=self.overlap,
-        )  # fmt: skip
-        key = self.linear(latent, (layer.index_wk, None))
-        store_rows(
-            "index_key", key, layer.index_k_norm, rotation, cache.keys[owner], rows, eps,
-            overlap=self.overlap,
-        )  # fmt: skip
-
-    def select(self, layer: Layer, x: Tensor, qr: Tensor) -> None:
-        c, cache, spec = self.model.config, self.cache, layer.spec
-        q = self.linear(qr, layer.index_wq_b).view(-1, c.index_n_heads, c.index_head_dim)
-        rotate_queries(q, cache.rotation[spec.rope], True, overlap=self.overlap)
-        weights = self.linear(x, (layer.index_weights, None), out_dtype=torch.float32)
-        owner = spec.kv_owner
-        tables, visible = cache.tables[owner], cache.visible[owner]
-        entries = cache.context // spec.ratio
-        size = c.candidate_block_size
-        searches = spec.pool is PoolUse.SEARCHES
-        columns = c.candidate_topk_blocks * size if searches else entries
-        scores, best = index_scores(
-            q, weights, cache.keys[owner], tables, visible, ENTRIES_PER_BLOCK, columns,
-            self.pool if searches else None, size, want_best=spec.pool is PoolUse.BUILDS,
-            overlap=self.overlap,
-        )  # fmt: skip
-        lengths = cache.pool_columns[owner] if searches else visible
-        chosen = select_topk_rows(scores, lengths, c.index_topk, overlap=self.overlap)
-        if spec.pool is PoolUse.BUILDS:
-            self.pool = select_topk_rows(best, cache.pool_lengths[owner], c.candidate_topk_blocks)
-        self.topk[spec.layer_id] = pool_rows(
-            chosen, tables, ENTRIES_PER_BLOCK, self.pool if searches else None, size,
-            overlap=self.overlap,
-        )  # fmt: skip
 
     def graph(self) -> torch.cuda.CUDAGraph:
         """Return the captured step, warm."""

@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -213,12 +214,15 @@ class Generate:
     """exact and full agree; bounded runs the decoder on the last window only (deviation A01)."""
     state_file: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Keep the state in this file, for `finwhale inspect --state`."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """cuda: decode by kernels on a GPU, with --numerics release alone (docs/gpu-serving.md)."""
     debug: bool = False
-    """Show the traceback of an error, and how long the command took."""
+    """Show the traceback of an error, how long the command took, and what a GPU runs."""
 
     def run(self) -> int:
         """Load, then print the continuation as it comes."""
         folder = _shipped_unless(self.model)
+        self._check_device()
         _say(model=folder, numerics=self.numerics, prefill=self.prefill, seed=self.seed)
         from finwhale.cache.state_file import write_state
         from finwhale.checkpoint.load import load_model
@@ -238,6 +242,21 @@ class Generate:
         _print_load(loaded)
         print(self.prompt, end="", flush=True)
         stream, stats = tokenizer.stream(skip_hidden=True), GenerationStats()
+        if self.device == "cuda":
+            from finwhale.engine.gpu_generation import generate_one
+
+            for token in generate_one(
+                loaded.model,
+                ids,
+                max_new_tokens=self.max_new_tokens,
+                temperature=self.temperature,
+                seed=self.seed,
+                stop_ids=stop_ids,
+                say=partial(print, file=sys.stderr) if self.debug else None,
+            ):
+                print(stream.push(token), end="", flush=True)
+            print(stream.finish())
+            return 0
         for token in generate(
             loaded.model,
             ids,
@@ -255,6 +274,23 @@ class Generate:
         print(stream.finish())
         print("\n".join(stats.lines()), file=sys.stderr)
         return 0
+
+    def _check_device(self) -> None:
+        """Refuse what the GPU path does not do, before anything is loaded."""
+        if self.device == "cpu":
+            return
+        for name, ok, want in (
+            ("numerics", self.numerics == "release", "release"),
+            ("prefill", self.prefill == "exact", "exact"),
+            ("top-p", self.top_p == 1, "1"),
+            ("state-file", self.state_file is None, "none"),
+        ):
+            if not ok:
+                raise ValueError(f"--device cuda: needs --{name} {want}; see docs/gpu-serving.md")
+        import torch
+
+        if not torch.cuda.is_available():
+            raise ValueError("--device cuda: torch sees no GPU; use --device cpu")
 
 
 @dataclass(frozen=True, kw_only=True)

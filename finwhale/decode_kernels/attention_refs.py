@@ -82,7 +82,7 @@ def index_scores_ref(
     """Return I[t, e] = sum_h w[t, h] * relu(q[t, h] . k_e) and the best score of each pool block.
 
     q            [T, HI, DI] bf16    rounded index queries
-    weights      [T, HI] fp32        head weights, already scaled; may be negative
+    weights      [T, HI] bf16, fp32  head weights, already scaled; may be negative
     keys         [E, DI/2 + DI/32] uint8  MXFP4 pool of index keys
     tables       [T, NB] int64       block ids of each row's sequence
     visible      [T] int64           entries that a row sees
@@ -107,7 +107,7 @@ def index_scores_ref(
         block = tables[t, entry // entries_per_block]
         rows = keys[block * entries_per_block + entry % entries_per_block]
         dots = (q[t].float() @ unpack_index(rows, "fp4", dim).T).relu()  # [HI, S]
-        scores[t, seen] = (dots * weights[t].unsqueeze(-1)).sum(0)
+        scores[t, seen] = (dots * weights[t].float().unsqueeze(-1)).sum(0)
     pad = -num_columns % pool_block_size
     padded = torch.nn.functional.pad(scores, (0, pad), value=-torch.inf)
     best = padded.nan_to_num(-torch.inf, torch.inf, -torch.inf)

@@ -68,7 +68,8 @@ def _scores_kernel(
     at = (t * HI + head[:, None]) * HALF + channel[None, :]
     q_even, q_odd = bf16_planes(tl.load(q_ptr + at, mask=(head < HI)[:, None], other=0), FAST)
     q_even, q_odd = tl.trans(q_even), tl.trans(q_odd)  # [HALF, HEADS]
-    weights = tl.load(weights_ptr + t * HI + head, mask=head < HI, other=0.0) * PLANE_GROW
+    weights = tl.load(weights_ptr + t * HI + head, mask=head < HI, other=0.0)
+    weights = weights.to(tl.float32) * PLANE_GROW
     visible = tl.load(visible_ptr + t).to(tl.int32)
     length = M if POOL else tl.minimum(visible, M)
     newest = (visible - 1) // BLOCK

@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import safetensors
+import torch
 
 from finwhale import cli
 
@@ -111,6 +112,24 @@ def test_generate_in_release_numerics_runs(run_folder, capsys):
     arguments = ["generate", "--model", str(run_folder / "checkpoint"), "--prompt", "a"]
     assert cli.main([*arguments, "--max-new-tokens", "2", "--numerics", "release"]) == 0
     assert "numerics release" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "needs --numerics release"),
+        (["--numerics", "release", "--top-p", "0.5"], "needs --top-p 1"),
+        (["--numerics", "release", "--prefill", "bounded"], "needs --prefill exact"),
+        (["--numerics", "release"], "torch sees no GPU"),
+    ],
+    ids=["numerics", "top-p", "prefill", "no GPU"],
+)
+def test_generate_on_a_gpu_refuses_what_it_cannot_do(run_folder, arguments, message, capsys):
+    if torch.cuda.is_available() and "GPU" in message:
+        pytest.skip("there is one")
+    command = ["generate", "--model", str(run_folder / "checkpoint"), "--prompt", "a"]
+    assert cli.main([*command, "--device", "cuda", *arguments]) == 1
+    assert f"--device cuda: {message}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,1 @@
+"""Decoding on a GPU: a loaded model's weights, pools and steps over `finwhale.decode_kernels`."""
