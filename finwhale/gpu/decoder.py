@@ -368,7 +368,7 @@ class GpuDecoder:
             self.logits[:bucket].copy_(logits)
 
     def _run(self, bucket: int) -> None:
-        if bucket in self._graphs:
+        if self.mode == "graph":
             self._graphs[bucket].replay()
         else:
             self._step(bucket)
@@ -381,13 +381,13 @@ class GpuDecoder:
         self._arranged = ()
         for buffer in self.rows:
             buffer.zero_()
-        side = torch.cuda.Stream(self.device)
-        side.wait_stream(torch.cuda.current_stream(self.device))
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             # Twice: the first call compiles kernels and makes what libraries keep.
             self._step(bucket)
             self._step(bucket)
-        torch.cuda.current_stream(self.device).wait_stream(side)
+        torch.cuda.current_stream().wait_stream(side)
         self.rows.step.zero_()
         graph = torch.cuda.CUDAGraph()
         # Graphs run one after the other, so they may share memory; results lie in own buffers.

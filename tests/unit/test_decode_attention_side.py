@@ -142,6 +142,18 @@ def test_index_scores_and_block_bests_equal_reference(tokens, heads, dim, column
     assert best.shape == (tokens, 0)
 
 
+def test_index_scores_take_head_weights_in_bf16():
+    """Equal to the same values in fp32; weights of a hundredth more differ."""
+    inputs = cases.index_inputs(1, 6, 64, 100, DEVICE)
+    q, weights, *rest = inputs
+    seen, rounded = int(inputs[4][0]), weights.bfloat16()
+    want = scored([q, rounded.float(), *rest])[0][:, :seen]
+    assert seen
+    assert torch.equal(scored([q, rounded, *rest])[0][:, :seen], want)
+    other = scored([q, (rounded.float() * 1.01).bfloat16(), *rest])[0][:, :seen]
+    assert not torch.equal(other, want)
+
+
 def test_index_scores_of_the_pool_are_those_of_the_full_scan():
     inputs = cases.index_inputs(4, 6, 64, 100, DEVICE)
     q, weights, keys, tables, visible, per_block, _ = inputs

@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+if torch.cuda.is_available():
+    pytest.skip("for the interpreter; compiled: tests/gpu", allow_module_level=True)
+os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton", reason="the decoder needs triton")
 
 from finwhale.cache.block_allocator import NoBlockError
