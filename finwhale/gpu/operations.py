@@ -39,7 +39,7 @@ def decode_operations(decoder: GpuDecoder) -> tuple[Operation, ...]:
         (
             "positions",
             "torch look-ups in tables made once",
-            "ten small launches; a graph pays little for each, and no number comes from the host",
+            "about twenty small launches, cheap in a graph; no number comes from the host",
         ),
         ("embedding", "torch indexing", "one gather"),
     ]

@@ -152,7 +152,7 @@ class PositionTables:
             )
         return Places(
             slots=slots,
-            window_index=torch.where(seen < 0, -1, rows),
+            window_index=rows.masked_fill_(seen < 0, -1),
             ring_rows=first + columns[1],
             rotation={RopeKind.WINDOW: turns[0], RopeKind.COMPRESSED: turns[1]},
             entries={spec.layer_id: found[spec.ratio] for spec in self.layout.owners},
