@@ -25,7 +25,7 @@ from finwhale.config.presets import window_only, with_compressed_vocab
 from finwhale.data.packing import PackedRows, pack
 from finwhale.data.shards import read_shards
 from finwhale.evals.failing_inputs import failing_inputs
-from finwhale.evals.figures import provenance, write_report
+from finwhale.evals.figures import cell_record, provenance, write_report
 from finwhale.evals.position_bits import added, position_bits, token_bytes
 from finwhale.evals.recall_grid import recall_grid, selection_limits
 from finwhale.evals.selection_errors import plots, selection_errors
@@ -95,11 +95,17 @@ def positions(model, texts: Texts, tokenizer: Tokenizer) -> dict:
     }
 
 
-def grids(model, tokenizer: Tokenizer, lengths: list[int], stop_at: float) -> list:
-    """Return a grid per kind and length, shortest first, until there is no time left."""
+def grids(
+    model, tokenizer: Tokenizer, args: argparse.Namespace, stop_at: float, kept: Path, about: dict
+) -> list:
+    """Return a grid per kind and length, in order, until there is no time left.
+
+    Each is added to the file `kept` at once: a killed run keeps what it measured.
+    """
     found = []
+    lengths = args.lengths
     for length in lengths:
-        for kind in ("associative_recall", "needle"):
+        for kind in args.kinds:
             if time.time() > stop_at:
                 print(f"no time for {kind} at {length:,}", flush=True)
                 continue
@@ -109,13 +115,16 @@ def grids(model, tokenizer: Tokenizer, lengths: list[int], stop_at: float) -> li
                 kind=kind,
                 lengths=[length],
                 depths=DEPTHS,
-                num_examples=LENGTHS[length],
+                num_examples=args.examples or LENGTHS[length],
                 vocab=range(NUM_FIRST_MARKERS, model.config.text_config.vocab_size - 1),
                 bos_id=tokenizer.bos_id,
                 batch_tokens=16_384,
                 seed=77,
             )
             found.append(grid)
+            with kept.open("a") as file:
+                for cell in grid.cells:
+                    file.write(json.dumps({**cell_record(grid, cell), **about}) + "\n")
             shares = [round(grid.cell(length, depth).accuracy, 3) for depth in DEPTHS]
             print(f"{kind} {length:,}: {shares}, {time.time() - began:.0f} s", flush=True)
     return found
@@ -167,6 +176,9 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/evals"))
     parser.add_argument("--device", default="cuda", choices=("cpu", "cuda"))
     parser.add_argument("--lengths", nargs="*", type=int, default=list(LENGTHS))
+    kinds = ("associative_recall", "needle")
+    parser.add_argument("--kinds", nargs="*", default=kinds, choices=kinds)
+    parser.add_argument("--examples", type=int, help="of each cell; else by length")
     parser.add_argument("--limit-s", type=float, default=1e9)
     args = parser.parse_args()
     stop_at = time.time() + args.limit_s
@@ -195,7 +207,7 @@ def main() -> int:
             bits["all"] = added(list(bits.values()))
         found = []
         if "grid" in args.what:
-            found = merged(grids(model, tokenizer, args.lengths, stop_at))
+            found = merged(grids(model, tokenizer, args, stop_at, out / "cells.jsonl", about))
         write_report(
             out,
             about=about,

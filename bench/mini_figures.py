@@ -18,7 +18,6 @@ from finwhale.evals.recall_grid import RecallCell, RecallGrid
 
 _NAMES = {
     "mini": "mini, shipped",
-    "long": "mini at the tokens of the others",
     "window": "window only",
 }
 
@@ -58,7 +57,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--records", type=Path, default=Path("bench/results/mini_evals.jsonl"))
     parser.add_argument("--out", type=Path, default=Path("docs/images"))
-    parser.add_argument("--models", nargs="*", default=["mini", "long", "window", "dense"])
+    parser.add_argument("--models", nargs="*", default=["mini", "window", "dense"])
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     records = [json.loads(line) for line in args.records.read_text().splitlines()]

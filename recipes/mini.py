@@ -2,13 +2,13 @@
 
     warm   rows of 1,024, every entry selected: the indexers learn from the whole row
     base   rows of 4,096, the report's sparse selection with exploration
-    long   rows of 16,384 at the rate that `base` ended with
+    long   rows of 16,384 at the rate that `base` ended with; from here on the layer that builds
+           the candidate pool learns what the layers that search it look for
     quantized, quantized_exact
            rows of 16,384 in the deployed formats with the candidate pool; the first with simulated
            bounded replay in half of the rows, the second without
     chat   rows of 4,096: conversations beside text and recall, in the deployed formats
-    pool   rows of 16,384, the same with more recall: the layer that builds the candidate pool
-           learns what the layers that search it look for
+    pool   rows of 16,384, the same with much more recall
 Text is the permissive tier of `finwhale corpus`. Generated documents are a quarter of the tokens.
 Source: spec/training.md II.4.5, II.4.6.
 """
@@ -36,6 +36,15 @@ _RECALL = (
     "long_copy=0.04",
     "variable_tracking=0.02",
 )
+# Questions from every part of a long row, once the candidate pool is in use.
+_MUCH_RECALL = (
+    "repeated_recall=0.08",
+    "associative_recall=0.12",
+    "needles=0.12",
+    "needle=0.04",
+    "long_copy=0.04",
+    "variable_tracking=0.02",
+)
 _PEAK_RATE, _LONG_RATE, _POOL_RATE = 6e-3, 1.5e-3, 1e-3
 CHAT_SHARDS = "data/chat"
 
@@ -46,14 +55,21 @@ def model() -> ModelConfig:
     return replace(config, text_config=replace(config.text_config, initializer_range=0.04))
 
 
+# Half of the sampled rows ask for something: of all rows one in a hundred does, and the pool's
+# builder does not learn to keep what nobody asks for.
+_POOL_INDEXER = IndexerConfig(
+    form="combined", phase=1.0, recall_rows=64, rows=128, pool_teacher="searchers", answer_rows=0.5
+)
+
+
 def _run(
     *,
     rows: int,
     tokens: int,
     rate: float,
-    form: str,
     schedule: ScheduleConfig,
     after: str | None,
+    indexer: IndexerConfig = _POOL_INDEXER,
     mixture: tuple[str, ...] = _RECALL,
 ) -> RunConfig:
     return RunConfig(
@@ -68,7 +84,7 @@ def _run(
         ),
         # Few steps: routing biases must move faster than in a long run.
         optim=OptimConfig(lr=rate, balance_rate=0.003),
-        indexer=IndexerConfig(form=form, phase=1.0, recall_rows=64),
+        indexer=indexer,
         schedule=schedule,
         batch_rows=rows,
         micro_batch_rows=rows,
@@ -89,7 +105,7 @@ def warm() -> RunConfig:
         rows=16,
         tokens=1024,
         rate=_PEAK_RATE,
-        form="dense_warmup",
+        indexer=IndexerConfig(form="dense_warmup", phase=1.0, recall_rows=64),
         schedule=ScheduleConfig(steps=750, warmup_steps=50, min_ratio=1.0),
         after=None,
     )
@@ -101,7 +117,7 @@ def base() -> RunConfig:
         rows=8,
         tokens=4096,
         rate=_PEAK_RATE,
-        form="explored",
+        indexer=IndexerConfig(form="explored", phase=1.0, recall_rows=64),
         schedule=ScheduleConfig(
             steps=900, warmup_steps=20, min_ratio=_LONG_RATE / _PEAK_RATE, shape="report"
         ),
@@ -115,7 +131,6 @@ def long() -> RunConfig:
         rows=2,
         tokens=16_384,
         rate=_LONG_RATE,
-        form="explored",
         schedule=ScheduleConfig(steps=130, warmup_steps=10, min_ratio=1.0),
         after="runs/mini/base",
     )
@@ -127,9 +142,9 @@ def quantized() -> RunConfig:
         rows=2,
         tokens=16_384,
         rate=_LONG_RATE,
-        form="explored",
         schedule=ScheduleConfig(steps=110, warmup_steps=10, min_ratio=0.2),
         after="runs/mini/long",
+        mixture=_MUCH_RECALL,
     )
     return replace(run, seed=1, quantization=QuantizationConfig(start=0.0, replay=0.5))
 
@@ -150,7 +165,6 @@ def chat() -> RunConfig:
         rows=8,
         tokens=4096,
         rate=_LONG_RATE,
-        form="explored",
         schedule=ScheduleConfig(steps=320, warmup_steps=10, min_ratio=0.05),
         after="runs/mini/quantized",
         mixture=_conversations(
@@ -161,24 +175,24 @@ def chat() -> RunConfig:
 
 
 def pool() -> RunConfig:
-    """The last phase: its builder learns from the attention of every layer that searches the pool.
-
-    Rows are long, as no other phase's last layers learned to look beyond the pool of a short row.
-    """
+    """The last phase, in long rows: the last layers learn to look up far beyond the pool."""
     run = _run(
         rows=2,
         tokens=16_384,
         rate=_POOL_RATE,
-        form="combined",
-        schedule=ScheduleConfig(steps=240, warmup_steps=10, min_ratio=0.05),
+        schedule=ScheduleConfig(steps=480, warmup_steps=10, min_ratio=0.05),
         after="runs/mini/chat",
         mixture=_conversations(
-            0.5, "repeated_recall=0.05", "associative_recall=0.10", "needle=0.10"
+            0.2,
+            "repeated_recall=0.05",
+            "associative_recall=0.15",
+            "needles=0.15",
+            "needle=0.05",
         ),
     )
     return replace(
         run,
         seed=4,
-        indexer=replace(run.indexer, rows=256, pool_teacher="searchers"),
+        indexer=replace(run.indexer, rows=256),
         quantization=QuantizationConfig(start=0.0, replay=0.5),
     )

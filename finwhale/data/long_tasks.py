@@ -233,6 +233,36 @@ def needle(
     return _example("needle", parts, 1 / num_facts)
 
 
+def needles(
+    rng: np.random.Generator,
+    *,
+    length: int,
+    vocab: range | Alphabet,
+    num_facts: int = 8,
+    num_values: int = 1,
+) -> Example:
+    """Return FACT k v.. at random places of fillers, then QUERY k *v*.. of every fact, shuffled.
+
+    What `needle` asks once at the end of a document, as often as there are facts. Chance of the
+    first answer token: 1 / num_facts.
+    """
+    if num_values < 1:
+        raise TaskError(f"num_values: got {num_values}, expected at least 1")
+    roles = alphabet(vocab)
+    keys = _draw(rng, roles.keys, num_facts, "num_facts")
+    values = np.array(_draw(rng, roles.values, num_facts * num_values, "num_values"))
+    facts = list(zip(keys, values.reshape(num_facts, num_values).tolist(), strict=True))
+    room = _room(length, 2 * num_facts * (2 + num_values))
+    places = rng.integers(0, room + 1, size=num_facts).tolist()
+    pieces = [[roles.fact, key, *own] for key, own in facts]
+    body = _with_inserted(_fill(rng, roles, room), pieces, places)
+    asked = _pick(rng, facts, num_facts, "num_facts")
+    parts = [(body, False)]
+    for key, own in asked:
+        parts += [([roles.query, key], False), (own, True)]
+    return _example("needles", parts, 1 / num_facts)
+
+
 def _with_inserted(
     filler: list[int], pieces: Sequence[list[int]], places: Sequence[int]
 ) -> list[int]:
@@ -418,6 +448,7 @@ TASKS: dict[str, Callable[..., Example]] = {
         associative_recall,
         repeated_recall,
         needle,
+        needles,
         long_copy,
         variable_tracking,
         pairing,

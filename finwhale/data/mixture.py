@@ -24,7 +24,7 @@ _DOCUMENTS_OF_ONE_PART = 64
 # How often a document's filler is real text, where there is some, instead of single ids. Only of
 # kinds whose facts begin with a marker: a bare pair would compete with its key in the text.
 _TEXT_SHARE = 0.5
-_MARKED_KINDS = ("needle", "long_copy", "variable_tracking")
+_MARKED_KINDS = ("needle", "needles", "long_copy", "variable_tracking")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -197,6 +197,13 @@ def _needle(rng: np.random.Generator, length: int, roles: Alphabet) -> dict[str,
     }
 
 
+def _needles(rng: np.random.Generator, length: int, roles: Alphabet) -> dict[str, Any]:
+    num_values = _count(rng, 1, 4)
+    # Facts and questions take half of the document at most.
+    most = min(length // (4 * (2 + num_values)), len(roles.keys), len(roles.values) // num_values)
+    return {"num_facts": _count(rng, 2, most), "num_values": num_values}
+
+
 def _long_copy(rng: np.random.Generator, length: int, roles: Alphabet) -> dict[str, Any]:
     return {"span": _count(rng, 8, length // 3)}
 
@@ -211,6 +218,7 @@ MIXED_TASKS: dict[str, Callable[[np.random.Generator, int, Alphabet], dict[str, 
     "repeated_recall": _repeated_recall,
     "associative_recall": _associative_recall,
     "needle": _needle,
+    "needles": _needles,
     "long_copy": _long_copy,
     "variable_tracking": _variable_tracking,
 }

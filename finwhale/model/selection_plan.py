@@ -38,6 +38,10 @@ class IndexObserver(Protocol):
         """
 
 
+# Entries of one slice of a selection: half a gigabyte of 8-byte places.
+_SLICE_ENTRIES = 1 << 26
+
+
 class RouterObserver(Protocol):
     """Who watches the routers of a pass: load balance."""
 
@@ -90,9 +94,9 @@ class SelectionPlan:
                 relative, groups.visible, config.candidate_topk_blocks, config.candidate_block_size
             )
         elif self.uses_pool and spec.pool is PoolUse.SEARCHES:
-            inside = pool_mask(state.pool_blocks, scores.shape[-1], config.candidate_block_size)
-            own = torch.arange(scores.shape[-1], device=scores.device) - groups.first.unsqueeze(-1)
-            scores = scores.masked_fill(~inside.gather(-1, own.clamp_min(0)), -torch.inf)
+            scores = _inside_pool(
+                scores, groups.first, state.pool_blocks, config.candidate_block_size
+            )
         topk = ops.select_topk(scores, self.topk or config.index_topk)
         if not self.explore or self.explore_seed is None:
             return topk
@@ -106,6 +110,28 @@ class SelectionPlan:
 def _from_document_start(scores: Tensor, first: Tensor) -> Tensor:
     """Return scores [B, T, M] whose entry 0 is the first of the token's document."""
     total = scores.shape[-1]
-    own = first.unsqueeze(-1) + torch.arange(total, device=scores.device)
-    moved = scores.gather(-1, own.clamp_max(max(0, total - 1)))
-    return moved.masked_fill(own >= total, -torch.inf)
+    moved = []
+    for rows in _row_slices(scores):
+        own = first[:, rows].unsqueeze(-1) + torch.arange(total, device=scores.device)
+        part = scores[:, rows].gather(-1, own.clamp_max(max(0, total - 1)))
+        moved.append(part.masked_fill_(own >= total, -torch.inf))
+    return moved[0] if len(moved) == 1 else torch.cat(moved, dim=1)
+
+
+def _inside_pool(scores: Tensor, first: Tensor, pool_blocks: Tensor, block: int) -> Tensor:
+    """Return scores [B, T, M] that are -inf outside each token's candidate pool."""
+    total = scores.shape[-1]
+    kept = []
+    for rows in _row_slices(scores):
+        inside = pool_mask(pool_blocks[:, rows], total, block)
+        own = torch.arange(total, device=scores.device) - first[:, rows].unsqueeze(-1)
+        outside = ~inside.gather(-1, own.clamp_min(0))
+        kept.append(scores[:, rows].masked_fill(outside, -torch.inf))
+    return kept[0] if len(kept) == 1 else torch.cat(kept, dim=1)
+
+
+def _row_slices(scores: Tensor) -> list[slice]:
+    """Return slices of the tokens of [B, T, M] that bound what an index of 8 bytes each takes."""
+    batch, tokens, entries = scores.shape
+    size = max(1, _SLICE_ENTRIES // max(1, batch * entries))
+    return [slice(start, start + size) for start in range(0, max(1, tokens), size)]

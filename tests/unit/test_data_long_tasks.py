@@ -31,6 +31,7 @@ OPTIONS = {
     "associative_recall": {"num_pairs": 8, "num_queries": 4, "window": 64},
     "repeated_recall": {"num_keys": 24, "window": 16},
     "needle": {"depth": 0.3, "num_values": 3, "num_distractors": 4},
+    "needles": {"num_facts": 6, "num_values": 2},
     "long_copy": {"span": 24, "window": 64},
     "variable_tracking": {"hops": 3, "num_chains": 4},
     "pairing": {"num_pairs": 8, "pairing_seed": 5},
@@ -63,7 +64,7 @@ def _solve(kind: str, before: list[int]) -> int:
     key, context = before[asked + 1], before[:asked]
     if kind == "associative_recall":
         return context[context.index(key) + 1]
-    if kind == "needle":
+    if kind in ("needle", "needles"):
         fact = next(i for i in range(asked) if context[i : i + 2] == [ROLES.fact, key])
         return context[fact + len(before) - asked]
     if kind == "latent_needle":

@@ -53,6 +53,15 @@ def test_plan_equals_the_deployed_model_on_packed_rows(rows):
     torch.testing.assert_close(got, want, **CLOSE)
 
 
+@pytest.mark.parametrize("entries", [1, 61, 7 * 61, 60 * 61])
+def test_slices_of_a_long_row_change_nothing(entries, monkeypatch):
+    ids = token_ids(2, 61)
+    packing = Packing.from_lengths([[40, 21], [61]])
+    want = logits(ids, SelectionPlan(uses_pool=True), packing=packing)
+    monkeypatch.setattr("finwhale.model.selection_plan._SLICE_ENTRIES", entries)
+    assert torch.equal(logits(ids, SelectionPlan(uses_pool=True), packing=packing), want)
+
+
 def test_leaving_the_pool_out_changes_what_long_rows_select():
     """Control for the pool; up to 4 blocks of 4 entries nothing is left out."""
     ids = token_ids(1, 61)
