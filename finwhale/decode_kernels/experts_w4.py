@@ -65,6 +65,7 @@ class ExpertLaunch:
     down_rows   BN rows of w2 per program
     columns     BK; tile_columns where an expert has several rows
     by_rows     one token is served without the matrix unit
+    registers   at most so many per thread, so that more programs fit; 0: as compiled
     overlap     as in `LinearLaunch`; only the shared expert's weights are known early
     """
 
@@ -75,6 +76,7 @@ class ExpertLaunch:
     warps: int
     stages: int
     by_rows: bool = True
+    registers: int = 0
     overlap: int = 0
 
 
@@ -296,6 +298,8 @@ def experts_unsupported(x: Tensor, w: ExpertWeights) -> str | None:
         return f"gate_up: shape {tuple(w.gate_up.shape)} for widths {channels} and {width}"
     if not x.is_contiguous():
         return "x is not contiguous"
+    if any(scales.data_ptr() % 4 for scales in w[1::2]):
+        return "scales: read as words, so their addresses must be multiples of 4"
     return None
 
 
@@ -337,6 +341,7 @@ def experts_w4(
         "UPCAST": is_interpreted(_gate_up_kernel),
         "num_warps": launch.warps,
         "num_stages": launch.stages,
+        **({"maxnreg": launch.registers} if launch.registers else {}),
         **overlap_of(launch.overlap, x.device),
     }
     _gate_up_kernel[(triton.cdiv(width, launch.gate_rows), slots + 1)](

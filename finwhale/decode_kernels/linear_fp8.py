@@ -225,6 +225,8 @@ def linear_fp8(
     reason = linear_unsupported(x, weight, groups, round_output)
     if reason is None and turn is not None and (head_dim < 1 or len(weight) % head_dim):
         reason = f"head_dim: {head_dim}, expected a divisor of {len(weight)} outputs"
+    if reason is None and scales is not None and scales.data_ptr() % 4:
+        reason = "scales: read as words, so their address must be a multiple of 4"
     if reason is not None:
         raise LinearUnsupportedError(f"linear_fp8: {reason}")
     tokens, (outputs, width) = len(x), weight.shape
