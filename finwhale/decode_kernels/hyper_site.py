@@ -83,6 +83,15 @@ _LAUNCH: dict[str, tuple[SiteLaunch, SiteLaunch, SiteLaunch]] = {
 }
 _INVARIANT = {"any": SiteLaunch(channels=64, tokens=1, warps=4)}
 
+# What `bench/gpu_decode.py --tune` times, and the compiled tests run.
+BENCHED = tuple(
+    SiteLaunch(channels=channels, tokens=tokens, warps=warps, apart=apart)
+    for channels, tokens, warps, apart in (
+        (32, 1, 4, True), (64, 1, 4, True), (64, 1, 8, True), (128, 1, 8, True),
+        (32, 1, 4, False), (64, 1, 4, False), (64, 4, 8, False),
+    )
+)  # fmt: skip
+
 
 class SiteUnsupportedError(ValueError):
     """These inputs cannot run in the kernel; the message names the field and its value."""

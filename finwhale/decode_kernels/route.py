@@ -78,6 +78,17 @@ _INVARIANT = {
     "any": RouteLaunch(rows=32, columns=128, programs=32, warps=8, stages=3, block=16),
 }
 
+# What `bench/gpu_decode.py --tune` times, and the compiled tests run.
+BENCHED = tuple(
+    RouteLaunch(
+        rows=rows, columns=columns, programs=programs, warps=warps, stages=3, apart=apart
+    )
+    for rows, columns, programs, warps, apart in (
+        (32, 128, 32, 8, True), (32, 128, 96, 4, True), (16, 256, 120, 4, True),
+        (32, 256, 64, 4, True), (32, 128, 32, 8, False), (16, 256, 128, 4, False),
+    )
+)  # fmt: skip
+
 
 class RouteUnsupportedError(ValueError):
     """These inputs cannot run in the kernel; the message names the field and its value."""
