@@ -28,13 +28,14 @@ from record import provenance
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from decode_floors import decode_costs, floor_seconds
-from decode_step import Cache, Launches, Model, Step
+from decode_step import Cache, Launches, Model, RandomWeights, Step
 from gpu_lines import GpuLines, times_of
 
 from finwhale.config import preset
 from finwhale.config.layers import AttentionMode
 from finwhale.decode_kernels import experts_w4 as experts_file
 from finwhale.decode_kernels import hyper_site as site_file
+from finwhale.decode_kernels import index_scores as scores_file
 from finwhale.decode_kernels import linear_fp8 as linear_fp8_file
 from finwhale.decode_kernels import route as route_file
 from finwhale.decode_kernels.experts_w4 import experts_w4
@@ -47,8 +48,14 @@ from finwhale.ops.rounding import round_fp8
 
 DEVICE = "cuda"
 ENGRAM_ROWS = 1 << 20
-TUNED = ("experts", "linear", "site", "route")
+TUNED = ("experts", "linear", "site", "route", "scores")
 CONTEXTS, BATCHES = (4096, 65536, 1 << 20), (1, 8, 64)
+
+
+def best_form(options, tokens: int, name: str, forms) -> dict:
+    """Return the form of the launch that `tuned` found for these tokens in this run, if it did."""
+    launch = options.best.get(tokens, {}).get(name)
+    return {} if launch is None else {"tuned": lambda: forms(launch)}
 
 
 def matrices(model: Model, tokens: int):
@@ -72,26 +79,26 @@ def named(launches) -> dict[str, object]:
     return words
 
 
-def linear_part(bench: GpuLines, model: Model, tokens: int, everything: bool) -> None:
+def linear_part(bench: GpuLines, model: Model, tokens: int, options) -> None:
     scratch = (
         torch.empty(1 << 24, device=DEVICE),
         torch.zeros(1 << 15, dtype=torch.int32, device=DEVICE),
     )
-    for name, stack, groups, options in matrices(model, tokens):
+    for name, stack, groups, how in matrices(model, tokens):
         if not stack:
             continue
         x = model.make.bf16(tokens, groups * stack[0][0].shape[1])
 
-        def ours(launch=None, stack=stack, x=x, groups=groups, options=options):
+        def ours(launch=None, stack=stack, x=x, groups=groups, how=how):
             return [
-                lambda m=m: linear_fp8(
-                    x, *m, groups=groups, launch=launch, scratch=scratch, **options
-                )
+                lambda m=m: linear_fp8(x, *m, groups=groups, launch=launch, scratch=scratch, **how)
                 for m in stack
             ]
 
-        forms = {"chosen": ours}
-        for form, launch in named(linear_benched(tokens)).items() if everything else ():
+        forms = {"chosen": ours, **best_form(options, tokens, "linear", ours)}
+        for form, launch in (
+            named(linear_benched(tokens)).items() if not options.chosen_only else ()
+        ):
             forms[form] = lambda launch=launch, ours=ours: ours(launch)
         outputs, width = stack[0][0].shape
         if groups == 1:
@@ -109,7 +116,7 @@ def linear_benched(tokens: int) -> tuple[LinearLaunch, ...]:
     return linear_fp8_file.BENCHED_ONE if tokens == 1 else linear_fp8_file.BENCHED
 
 
-def expert_part(bench: GpuLines, model: Model, tokens: int, everything: bool) -> None:
+def expert_part(bench: GpuLines, model: Model, tokens: int, options) -> None:
     c = model.config
     x = model.make.bf16(tokens, c.hidden_size)
     choices = [
@@ -124,8 +131,8 @@ def expert_part(bench: GpuLines, model: Model, tokens: int, everything: bool) ->
             for layer, r in zip(model.layers, choices, strict=True)
         ]
 
-    forms = {"chosen": ours}
-    for form, launch in named(experts_file.BENCHED).items() if everything else ():
+    forms = {"chosen": ours, **best_form(options, tokens, "experts", ours)}
+    for form, launch in named(experts_file.BENCHED).items() if not options.chosen_only else ():
         forms[form] = lambda launch=launch: ours(launch)
     w = model.layers[0].experts
     one = sum(t[0].nbytes for t in w[:4])
@@ -154,7 +161,7 @@ def expert_part(bench: GpuLines, model: Model, tokens: int, everything: bool) ->
     bench.compare("experts", {"T": tokens}, forms, traffic, flops)
 
 
-def small_part(bench: GpuLines, model: Model, tokens: int, everything: bool) -> None:
+def small_part(bench: GpuLines, model: Model, tokens: int, options) -> None:
     """Router, hyper-connection site, Engram, norm and draw."""
     c = model.config
     step = Step(model, Cache(model, tokens, 4096))
@@ -170,8 +177,8 @@ def small_part(bench: GpuLines, model: Model, tokens: int, everything: bool) -> 
             for m in model.layers
         ]  # fmt: skip
 
-    forms = {"chosen": routers}
-    for form, launch in named(route_file.BENCHED).items() if everything else ():
+    forms = {"chosen": routers, **best_form(options, tokens, "route", routers)}
+    for form, launch in named(route_file.BENCHED).items() if not options.chosen_only else ():
         forms[form] = lambda launch=launch: routers(launch)
     bench.compare("route", {"T": tokens}, forms, model.layers[0].gate.nbytes + x.nbytes)
 
@@ -188,8 +195,8 @@ def small_part(bench: GpuLines, model: Model, tokens: int, everything: bool) -> 
 
             return [lambda m=m: call(m) for m in model.layers]
 
-        forms = {"chosen": sites}
-        for form, launch in named(site_file.BENCHED).items() if everything else ():
+        forms = {"chosen": sites, **best_form(options, tokens, "site", sites)}
+        for form, launch in named(site_file.BENCHED).items() if not options.chosen_only else ():
             forms[form] = lambda launch=launch, s=sites: s(launch)
         traffic = model.layers[0].attn_site.fn.nbytes + tokens * wide * 2 * (8 + count + 2)
         if count == 1:
@@ -291,7 +298,6 @@ def tuned(bench: GpuLines, model: Model, tokens: int, options) -> dict:
         step.linear(inner, m.wo_b)
 
     # name -> what one layer launches, and the launches to try beside the table's.
-    device = torch.device(DEVICE)
     table = Launches.chosen(tokens, DEVICE)
     parts = {
         "experts": (
@@ -325,27 +331,57 @@ def tuned(bench: GpuLines, model: Model, tokens: int, options) -> dict:
             return [lambda m=m, r=r: run(m, r) for m, r in zip(layers, routing, strict=True)]
 
         try:
-            best = bench.compare(
-                f"tune {name}", {"T": tokens},
-                {form: lambda launch=launch, f=calls: f(launch) for form, launch in forms.items()},
-                0.0,
-            )  # fmt: skip
+            found[name] = best_of(bench, name, tokens, forms, calls, options)
         except Exception:
             bench.say(tune=name, T=tokens, failed=traceback.format_exc()[-1200:])
-            continue
         setattr(launches, name, None)
-        if best is not None:
-            found[name] = forms[best[0]]
-            line = {
-                "tuned": name, "T": tokens, "form": best[0], "us": round(best[1], 2),
-                "launch": asdict(found[name]), "device": device_family(device),
-            }  # fmt: skip
-            bench.say(**line)
-            if options.tune_json is not None:
-                with options.tune_json.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(line) + "\n")
+    if "scores" in options.tune:
+        bench.deadline = time.monotonic() + 8
+        try:
+            launch = scores_tuned(bench, c, tokens, options)
+            # A step takes the table's: what is best here serves the rest of this process.
+            scores_file._LAUNCHES["any"] = launch or scores_file._LAUNCHES["any"]
+        except Exception:
+            bench.say(tune="scores", T=tokens, failed=traceback.format_exc()[-1200:])
     bench.deadline = float("inf")
-    return found
+    return {n: x for n, x in found.items() if x is not None}
+
+
+def best_of(bench: GpuLines, name: str, tokens: int, forms: dict, calls, options):
+    """Time launches (form -> launch) of `calls`; write and return the best, None if none ran."""
+    made = {form: lambda launch=launch: calls(launch) for form, launch in forms.items()}
+    best = bench.compare(f"tune {name}", {"T": tokens}, made, 0.0)
+    if best is None:
+        return None
+    launch = forms[best[0]]
+    line = {
+        "tuned": name, "T": tokens, "form": best[0], "us": round(best[1], 2),
+        "launch": asdict(launch), "device": device_family(torch.device(DEVICE)),
+    }  # fmt: skip
+    bench.say(**line)
+    if options.tune_json is not None:
+        with options.tune_json.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+    return launch
+
+
+def scores_tuned(bench: GpuLines, c, tokens: int, options):
+    """Return the best launch of a full scan: of 1M entries for one sequence, of 64K for more."""
+    context = 1 << (20 if tokens == 1 else 16) if options.layers is None else 4096
+    make = RandomWeights(DEVICE)
+    keys = make.bytes(tokens * context, c.index_head_dim // 2 + c.index_head_dim // 32)
+    keys[:, c.index_head_dim // 2 :] = 125
+    q = make.bf16(tokens, c.index_n_heads, c.index_head_dim)
+    weights = torch.randn(tokens, c.index_n_heads, device=DEVICE)
+    tables = torch.randperm(tokens * context // 64, device=DEVICE).view(tokens, -1)
+    visible = torch.full((tokens,), context, device=DEVICE)
+
+    def calls(launch):
+        one = (q, weights, keys, tables, visible, 64, context)
+        return [lambda: scores_file.index_scores(*one, launch=launch)] * 4
+
+    forms = {"table": scores_file._LAUNCHES["any"], **named(scores_file.BENCHED)}
+    return best_of(bench, "scores", tokens, forms, calls, options)
 
 
 def kernels_part(bench: GpuLines, options) -> None:
@@ -358,7 +394,7 @@ def kernels_part(bench: GpuLines, options) -> None:
         bench.limit_s = end - share * (len(options.batches) - 1 - number)
         for part in (expert_part, linear_part, small_part):
             try:
-                part(bench, model, tokens, not options.chosen_only)
+                part(bench, model, tokens, options)
             except Exception:
                 bench.say(part=part.__name__, T=tokens, failed=traceback.format_exc()[-1200:])
     bench.limit_s = end
@@ -431,6 +467,7 @@ def step_part(bench: GpuLines, options) -> None:
     is_whole = options.layers is None
     for batch in options.batches:
         best_launches = tuned(bench, model, batch, options) if options.tune else {}
+        options.best[batch] = best_launches
         overlaps = options.overlaps
         for context in options.contexts:
             line = {"step": True, "batch": batch, "context": context}
@@ -530,6 +567,7 @@ def main() -> int:
     parser.add_argument("--no-profile", action="store_true")
     parser.add_argument("--chosen-only", action="store_true", help="no other launches")
     options = parser.parse_args()
+    options.best = {}
     bench = GpuLines(options.out, options.limit_s)
     torch.manual_seed(0)
     bench.say(**provenance())
