@@ -146,7 +146,7 @@ def test_a_projection_of_parts_keeps_the_bits_that_one_part_would_lose():
     site = site._replace(fn=fn, scale=torch.full_like(site.scale, 64.0), base=site.base * 0)
     mix = run(hyper_site, (ones, None, None, incoming, site), launch=APART)[1].mix
     want = torch.sigmoid(64 * 128 * tiny[:4, 0]) + 1e-6
-    torch.testing.assert_close(mix.pre[0], want, rtol=1e-5, atol=0)
+    torch.testing.assert_close(mix.pre[0], want, rtol=2e-4, atol=0)  # sums of a matrix unit
     assert float((want - want[0]).abs().max()) > 1e-3
 
 
