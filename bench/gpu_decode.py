@@ -34,6 +34,7 @@ from gpu_lines import GpuLines, times_of
 from finwhale.config import preset
 from finwhale.config.layers import AttentionMode
 from finwhale.decode_kernels import experts_w4 as experts_file
+from finwhale.decode_kernels import gather_attention as attention_file
 from finwhale.decode_kernels import hyper_site as site_file
 from finwhale.decode_kernels import index_scores as scores_file
 from finwhale.decode_kernels import linear_fp8 as linear_fp8_file
@@ -41,14 +42,14 @@ from finwhale.decode_kernels import route as route_file
 from finwhale.decode_kernels.experts_w4 import experts_w4
 from finwhale.decode_kernels.head import draw_tokens
 from finwhale.decode_kernels.hyper_site import split_normed
-from finwhale.decode_kernels.launch import device_family
+from finwhale.decode_kernels.launch import device_family, launch_for
 from finwhale.decode_kernels.linear_fp8 import LinearLaunch, linear_fp8
 from finwhale.decode_kernels.route import route
 from finwhale.ops.rounding import round_fp8
 
 DEVICE = "cuda"
 ENGRAM_ROWS = 1 << 20
-TUNED = ("experts", "linear", "site", "route", "scores")
+TUNED = ("experts", "linear", "site", "route", "scores", "attention")
 CONTEXTS, BATCHES = (4096, 65536, 1 << 20), (1, 8, 64)
 
 
@@ -335,14 +336,20 @@ def tuned(bench: GpuLines, model: Model, tokens: int, options) -> dict:
         except Exception:
             bench.say(tune=name, T=tokens, failed=traceback.format_exc()[-1200:])
         setattr(launches, name, None)
-    if "scores" in options.tune:
+    # A step takes these from their tables: what is best here serves the rest of this process.
+    for name, form, table in (
+        ("scores", scores_tuned, scores_file._LAUNCHES),
+        ("attention", attention_tuned, launch_for(attention_file._LAUNCHES, torch.device(DEVICE))),
+    ):
+        if name not in options.tune:
+            continue
         bench.deadline = time.monotonic() + 8
+        family = device_family(torch.device(DEVICE))
+        key = tokens if name == "attention" else family if family in table else "any"
         try:
-            launch = scores_tuned(bench, c, tokens, options)
-            # A step takes the table's: what is best here serves the rest of this process.
-            scores_file._LAUNCHES["any"] = launch or scores_file._LAUNCHES["any"]
+            table[key] = form(bench, c, tokens, options) or table[key]
         except Exception:
-            bench.say(tune="scores", T=tokens, failed=traceback.format_exc()[-1200:])
+            bench.say(tune=name, T=tokens, failed=traceback.format_exc()[-1200:])
     bench.deadline = float("inf")
     return {n: x for n, x in found.items() if x is not None}
 
@@ -380,8 +387,44 @@ def scores_tuned(bench: GpuLines, c, tokens: int, options):
         one = (q, weights, keys, tables, visible, 64, context)
         return [lambda: scores_file.index_scores(*one, launch=launch)] * 4
 
-    forms = {"table": scores_file._LAUNCHES["any"], **named(scores_file.BENCHED)}
+    table = launch_for(scores_file._LAUNCHES, torch.device(DEVICE))
+    forms = {"table": table, **named(scores_file.BENCHED)}
     return best_of(bench, "scores", tokens, forms, calls, options)
+
+
+def attention_tuned(bench: GpuLines, c, tokens: int, options):
+    """Return the best launch over a full window and a full selection, rows scattered."""
+    make = RandomWeights(DEVICE)
+    main, ring = (
+        make.bytes(1 << 20, c.head_dim * 9 // 16),
+        make.bytes(1 << 18, c.head_dim * 33 // 32),
+    )
+    main[:, c.head_dim // 2 :], ring[:, c.head_dim :] = 0x30, 127
+    ring[:, : c.head_dim] &= 0xBF
+    sink = torch.zeros(c.num_attention_heads, device=DEVICE)
+
+    def rows(pool, count):
+        return torch.randint(0, len(pool), (tokens, count), device=DEVICE)
+
+    sets = [
+        (
+            make.bf16(tokens, c.num_attention_heads, c.head_dim), ring,
+            rows(ring, c.sliding_window), main, rows(main, c.index_topk), sink,
+        )
+        for _ in range(8 if tokens > 16 else 32)
+    ]  # fmt: skip
+
+    def calls(launch):
+        return [lambda s=s: attention_file.gather_attention(*s, launch=launch) for s in sets]
+
+    table = attention_file.attention_launch(tokens, torch.device(DEVICE))
+    tried = [
+        replace(table, num_stages=stages, splits=splits)
+        for stages in (2, 3)
+        for splits in {table.splits, max(1, table.splits // 2), 5}
+        if (stages, splits) != (table.num_stages, table.splits)
+    ]
+    return best_of(bench, "attention", tokens, {"table": table, **named(tried)}, calls, options)
 
 
 def kernels_part(bench: GpuLines, options) -> None:

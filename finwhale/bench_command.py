@@ -19,7 +19,7 @@ from typing import Any, Literal
 import tyro
 
 Line = Mapping[str, Any]
-_TUNED = ("experts", "linear", "site", "route", "scores")
+_TUNED = ("experts", "linear", "site", "route", "scores", "attention")
 _ATTENTION_SHARE = 0.35  # of the time limit, where all parts run
 
 

@@ -67,7 +67,7 @@ def test_programs_share_the_time_and_get_what_was_asked(tmp_path):
     text = " ".join(weights[2:])
     assert text == (
         "--chosen-only --parts step kernels --batches 1 8 --contexts 64 --layers 3 "
-        "--tune experts linear site route scores --limit-s 65.0"
+        "--tune experts linear site route scores attention --limit-s 65.0"
     )
     assert attention[1:] == [
         str(tmp_path / "gpu_decode_attention.py"), "--chosen-only", "--limit-s", "35.0",
