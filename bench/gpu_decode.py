@@ -59,6 +59,21 @@ def best_form(options, tokens: int, name: str, forms) -> dict:
     return {} if launch is None else {"tuned": lambda: forms(launch)}
 
 
+def read_launches(file: Path) -> dict[int, dict]:
+    """Return {tokens: {name: launch}} of what `--tune-json` wrote; of several the last counts."""
+    kinds = {
+        "experts": experts_file.ExpertLaunch, "site": site_file.SiteLaunch,
+        "route": route_file.RouteLaunch, "linear": LinearLaunch,
+    }  # fmt: skip
+    found: dict[int, dict] = {}
+    for text in file.read_text(encoding="utf-8").splitlines():
+        line = json.loads(text)
+        if line["tuned"] in kinds:
+            launch = kinds[line["tuned"]](**line["launch"])
+            found.setdefault(line["T"], {})[line["tuned"]] = launch
+    return found
+
+
 def matrices(model: Model, tokens: int):
     """Yield name, matrices (one per layer), groups and output dtype of each kind of product."""
     layers, c = model.layers, model.config
@@ -487,7 +502,7 @@ CLASSES = {
     "selection": ("_scores_kernel", "_stretch_kernel", "_pool_rows_kernel"),
     "rows": ("_store_kernel", "_queries_kernel", "_close_kernel", "_split_normed_kernel"),
     "Engram": ("_gather_kernel", "_update_kernel"),
-    "draw": ("_draw_kernel", "_pick_kernel"),
+    "draw": ("_draw_kernel",),
 }
 
 
@@ -509,8 +524,9 @@ def step_part(bench: GpuLines, options) -> None:
     bench.say(model_bytes=weights, layers=len(model.layers), experts=options.experts)
     is_whole = options.layers is None
     for batch in options.batches:
-        best_launches = tuned(bench, model, batch, options) if options.tune else {}
-        options.best[batch] = best_launches
+        if options.tune:
+            options.best[batch] = tuned(bench, model, batch, options)
+        best_launches = options.best.get(batch, {})
         overlaps = options.overlaps
         for context in options.contexts:
             line = {"step": True, "batch": batch, "context": context}
@@ -604,13 +620,14 @@ def main() -> int:
         "--tune", nargs="*", choices=TUNED, default=[], help="time launches first, take the best",
     )  # fmt: skip
     parser.add_argument("--tune-json", type=Path, help="a line for each launch that was best")
+    parser.add_argument("--launches", type=Path, help="take the launches of such a file")
     parser.add_argument(
         "--invariant", action="store_true", help="launches that no neighbour changes"
     )
     parser.add_argument("--no-profile", action="store_true")
     parser.add_argument("--chosen-only", action="store_true", help="no other launches")
     options = parser.parse_args()
-    options.best = {}
+    options.best = {} if options.launches is None else read_launches(options.launches)
     bench = GpuLines(options.out, options.limit_s)
     torch.manual_seed(0)
     bench.say(**provenance())
