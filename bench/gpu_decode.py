@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import statistics
 import sys
 import time
 import traceback
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -27,113 +28,50 @@ from record import provenance
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from decode_floors import decode_costs, floor_seconds
-from decode_step import Cache, Launches, Model, Step
-from gpu_lines import GpuLines
+from decode_step import Cache, Launches, Model, RandomWeights, Step
+from gpu_lines import GpuLines, times_of
 
 from finwhale.config import preset
 from finwhale.config.layers import AttentionMode
-from finwhale.decode_kernels.experts_w4 import ExpertLaunch, experts_w4
+from finwhale.decode_kernels import experts_w4 as experts_file
+from finwhale.decode_kernels import gather_attention as attention_file
+from finwhale.decode_kernels import hyper_site as site_file
+from finwhale.decode_kernels import index_scores as scores_file
+from finwhale.decode_kernels import linear_fp8 as linear_fp8_file
+from finwhale.decode_kernels import route as route_file
+from finwhale.decode_kernels.experts_w4 import experts_w4
 from finwhale.decode_kernels.head import draw_tokens
-from finwhale.decode_kernels.hyper_site import SiteLaunch, split_normed
+from finwhale.decode_kernels.hyper_site import split_normed
+from finwhale.decode_kernels.launch import device_family, launch_for
 from finwhale.decode_kernels.linear_fp8 import LinearLaunch, linear_fp8
-from finwhale.decode_kernels.route import RouteLaunch, route
+from finwhale.decode_kernels.route import route
+from finwhale.ops.rounding import round_fp8
 
 DEVICE = "cuda"
 ENGRAM_ROWS = 1 << 20
+TUNED = ("experts", "linear", "site", "route", "scores", "attention")
 CONTEXTS, BATCHES = (4096, 65536, 1 << 20), (1, 8, 64)
 
 
-class Bench(GpuLines):
-    def __init__(self, out: Path | None, limit_s: float):
-        super().__init__(out, limit_s)
-        self.deadline = float("inf")  # of the part that runs now
-
-    @property
-    def is_late(self) -> bool:
-        return super().is_late or time.monotonic() > self.deadline
-
-    def graph_times(self, graph: torch.cuda.CUDAGraph, replays: int) -> list[float]:
-        """Return the microseconds of each replay, after two that do not count."""
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        times = []
-        for n in range(replays + 2):
-            first.record()
-            graph.replay()
-            last.record()
-            last.synchronize()
-            if n > 1:
-                times.append(first.elapsed_time(last) * 1e3)
-        return times
-
-    def per_call(self, calls, replays: int = 7) -> tuple[float, float, float]:
-        """Return median, least and largest microseconds of one of `calls` in a graph of all."""
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            calls[0]()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for call in calls:
-                call()
-        times = [t / len(calls) for t in self.graph_times(graph, replays)]
-        return statistics.median(times), min(times), max(times)
-
-    def compare(self, name: str, tokens: int, num_bytes: float, forms: dict) -> str | None:
-        """Time forms (name -> calls) of one operation; print each; return the best of ours."""
-        best = None
-        for form, calls in forms.items():
-            line = {"kernel": name, "T": tokens, "form": form}
-            if self.is_late:
-                self.say(**line, skipped="time limit")
-                break
-            try:
-                median, least, largest = self.per_call(calls() if callable(calls) else calls)
-            except Exception as error:
-                self.say(**line, failed=f"{type(error).__name__}: {error}"[:300])
-                torch.cuda.synchronize()
-                continue
-            self.say(
-                **line, us=round(median, 2), spread=[round(least, 2), round(largest, 2)],
-                MB=round(num_bytes / 1e6, 2), gbs=round(num_bytes / median / 1e3, 1),
-                percent_of_read=round(num_bytes / median / 1e1 / self.read_gbs, 1),
-            )  # fmt: skip
-            if not form.startswith("peer") and (best is None or median < best[1]):
-                best = form, median
-        if best is not None:
-            percent = round(num_bytes / best[1] / 1e1 / self.read_gbs, 1)
-            self.say(
-                best=name, T=tokens, form=best[0], us=round(best[1], 2), percent_of_read=percent
-            )
-        return None if best is None else best[0]
+def best_form(options, tokens: int, name: str, forms) -> dict:
+    """Return the form of the launch that `tuned` found for these tokens in this run, if it did."""
+    launch = options.best.get(tokens, {}).get(name)
+    return {} if launch is None else {"tuned": lambda: forms(launch)}
 
 
-def ceilings(bench: Bench, elements: int) -> None:
-    source = torch.randn(elements, device=DEVICE)
-    target = torch.empty_like(source)
-    # Outside a graph: there a copy becomes a copy node, which is slower than torch's kernel.
-    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    times = []
-    for _ in range(7):
-        first.record()
-        target.copy_(source)
-        last.record()
-        last.synchronize()
-        times.append(first.elapsed_time(last) * 1e3)
-    median, spread = statistics.median(times[2:]), (min(times[2:]), max(times[2:]))
-    bench.copy_gbs = 2 * source.nbytes / median / 1e3
-    total, *_ = bench.per_call([lambda: source.amax()] * 4)
-    bench.read_gbs = source.nbytes / total / 1e3
-    a, b = (torch.randn(8192, 8192, device=DEVICE).bfloat16() for _ in range(2))
-    product, *_ = bench.per_call([lambda: a @ b] * 4)
-    bench.bf16_tflops = 2 * 8192**3 / product / 1e6
-    small = torch.zeros(16, device=DEVICE)
-    empty = bench.per_call([lambda: small.add_(1)] * 64)[0]
-    bench.say(
-        copy_gbs=round(bench.copy_gbs), copy_spread_us=[round(x) for x in spread],
-        read_gbs=round(bench.read_gbs), bf16_tflops=round(bench.bf16_tflops),
-        empty_launch_us=round(empty, 2),
-    )  # fmt: skip
+def read_launches(file: Path) -> dict[int, dict]:
+    """Return {tokens: {name: launch}} of what `--tune-json` wrote; of several the last counts."""
+    kinds = {
+        "experts": experts_file.ExpertLaunch, "site": site_file.SiteLaunch,
+        "route": route_file.RouteLaunch, "linear": LinearLaunch,
+    }  # fmt: skip
+    found: dict[int, dict] = {}
+    for text in file.read_text(encoding="utf-8").splitlines():
+        line = json.loads(text)
+        if line["tuned"] in kinds:
+            launch = kinds[line["tuned"]](**line["launch"])
+            found.setdefault(line["T"], {})[line["tuned"]] = launch
+    return found
 
 
 def matrices(model: Model, tokens: int):
@@ -148,66 +86,36 @@ def matrices(model: Model, tokens: int):
     yield "head", [(model.head, None)] * 3, 1, {"out_dtype": torch.float32}
 
 
-def linear_launches(tokens: int, is_head: bool) -> dict[str, LinearLaunch]:
-    if tokens == 1:
-        grid = [
-            (r, k, p, w, 2)
-            for r, k, w in (
-                (16, 256, 4),
-                (32, 256, 4),
-                (64, 256, 4),
-                (32, 512, 4),
-                (32, 256, 8),
-                (16, 512, 4),
-            )
-            for p in ((528,) if is_head else (264, 528, 1056))
-        ]
-    elif tokens <= 16:
-        grid = [
-            (r, k, p, w, s)
-            for r, k, w, s in (
-                (32, 128, 4, 4), (32, 256, 4, 3), (64, 128, 4, 4), (64, 256, 4, 3), (64, 256, 8, 3),
-                (128, 128, 4, 3),
-            )
-            for p in ((528,) if is_head else (264, 528))
-        ]  # fmt: skip
-    else:
-        grid = [
-            (r, k, p, w, s)
-            for r, k, w, s in (
-                (64, 128, 4, 3), (64, 128, 4, 4), (128, 128, 8, 3), (128, 128, 4, 3),
-                (128, 64, 4, 4),
-            )
-            for p in ((264,) if is_head else (132, 264, 528))
-        ]  # fmt: skip
-    return {
-        f"r{r} k{k} p{p} w{w} s{s}": LinearLaunch(rows=r, columns=k, programs=p, warps=w, stages=s)
-        for r, k, p, w, s in grid
-    }
+def named(launches) -> dict[str, object]:
+    """Return launches by what tells them apart."""
+    words = {}
+    for launch in launches:
+        values = {k: v for k, v in asdict(launch).items() if v not in (0, False)}
+        words[" ".join(f"{k} {v}" for k, v in values.items())] = launch
+    return words
 
 
-def linear_part(bench: Bench, model: Model, tokens: int, everything: bool) -> None:
+def linear_part(bench: GpuLines, model: Model, tokens: int, options) -> None:
     scratch = (
         torch.empty(1 << 24, device=DEVICE),
         torch.zeros(1 << 15, dtype=torch.int32, device=DEVICE),
     )
-    for name, stack, groups, options in matrices(model, tokens):
+    for name, stack, groups, how in matrices(model, tokens):
         if not stack:
             continue
         x = model.make.bf16(tokens, groups * stack[0][0].shape[1])
 
-        def ours(launch=None, stack=stack, x=x, groups=groups, options=options):
+        def ours(launch=None, stack=stack, x=x, groups=groups, how=how):
             return [
-                lambda m=m: linear_fp8(
-                    x, *m, groups=groups, launch=launch, scratch=scratch, **options
-                )
+                lambda m=m: linear_fp8(x, *m, groups=groups, launch=launch, scratch=scratch, **how)
                 for m in stack
             ]
 
-        forms = {"chosen": ours}
-        if everything:
-            for form, launch in linear_launches(tokens, name == "head").items():
-                forms[form] = lambda launch=launch, ours=ours: ours(launch)
+        forms = {"chosen": ours, **best_form(options, tokens, "linear", ours)}
+        for form, launch in (
+            named(linear_benched(tokens)).items() if not options.chosen_only else ()
+        ):
+            forms[form] = lambda launch=launch, ours=ours: ours(launch)
         outputs, width = stack[0][0].shape
         if groups == 1:
             wide = [torch.randn(outputs, width, device=DEVICE).bfloat16() for _ in range(3)]
@@ -216,33 +124,15 @@ def linear_part(bench: Bench, model: Model, tokens: int, everything: bool) -> No
             ]
         size = sum(t.nbytes for t in stack[0] if t is not None)
         traffic = size + x.nbytes + tokens * outputs * (4 if name == "head" else 2)
-        bench.compare(name, tokens, traffic, forms)
+        bench.compare(name, {"T": tokens}, forms, traffic, 2.0 * tokens * outputs * width)
         forms.clear()
 
 
-def expert_launches(tokens: int) -> dict[str, ExpertLaunch]:
-    tiles = [
-        (64, 128, 256, 128, 4, 3, False), (64, 128, 256, 128, 4, 4, False),
-        (32, 64, 256, 128, 4, 4, False), (64, 128, 256, 128, 8, 4, False),
-        (32, 64, 256, 256, 4, 2, False), (64, 64, 256, 128, 4, 3, False),
-        (32, 128, 256, 128, 4, 3, False), (64, 128, 256, 256, 8, 3, False),
-        (64, 128, 256, 64, 4, 5, False), (128, 128, 256, 64, 8, 4, False),
-    ]  # fmt: skip
-    rows = [
-        (32, 32, 256, 128, 4, 3, True), (32, 64, 256, 128, 4, 3, True),
-        (32, 16, 256, 128, 4, 3, True), (32, 32, 256, 128, 8, 3, True),
-        (64, 64, 256, 128, 8, 3, True), (32, 32, 512, 128, 4, 3, True),
-        (32, 32, 128, 128, 2, 3, True),
-    ]  # fmt: skip
-    return {
-        f"g{g} d{d} k{k} t{t} w{w} s{s} {'rows' if r else 'tiles'}": ExpertLaunch(
-            gate_rows=g, down_rows=d, columns=k, tile_columns=t, warps=w, stages=s, by_rows=r
-        )
-        for g, d, k, t, w, s, r in ([*rows, *tiles[:6]] if tokens == 1 else tiles)
-    }
+def linear_benched(tokens: int) -> tuple[LinearLaunch, ...]:
+    return linear_fp8_file.BENCHED_ONE if tokens == 1 else linear_fp8_file.BENCHED
 
 
-def expert_part(bench: Bench, model: Model, tokens: int, everything: bool) -> ExpertLaunch | None:
+def expert_part(bench: GpuLines, model: Model, tokens: int, options) -> None:
     c = model.config
     x = model.make.bf16(tokens, c.hidden_size)
     choices = [
@@ -257,8 +147,8 @@ def expert_part(bench: Bench, model: Model, tokens: int, everything: bool) -> Ex
             for layer, r in zip(model.layers, choices, strict=True)
         ]
 
-    forms = {"chosen": ours}
-    for form, launch in expert_launches(tokens).items() if everything else ():
+    forms = {"chosen": ours, **best_form(options, tokens, "experts", ours)}
+    for form, launch in named(experts_file.BENCHED).items() if not options.chosen_only else ():
         forms[form] = lambda launch=launch: ours(launch)
     w = model.layers[0].experts
     one = sum(t[0].nbytes for t in w[:4])
@@ -283,10 +173,11 @@ def expert_part(bench: Bench, model: Model, tokens: int, everything: bool) -> Ex
         forms["peer torch._grouped_mm, bf16 weights, no shared expert"] = grouped
     traffic = distinct * one + shared
     bench.say(kernel="experts", T=tokens, distinct=round(distinct, 2))
-    return expert_launches(tokens).get(bench.compare("experts", tokens, traffic, forms) or "")
+    flops = 6.0 * tokens * c.hidden_size * c.moe_intermediate_size * (c.num_experts_per_tok + 1)
+    bench.compare("experts", {"T": tokens}, forms, traffic, flops)
 
 
-def small_part(bench: Bench, model: Model, tokens: int, everything: bool) -> None:
+def small_part(bench: GpuLines, model: Model, tokens: int, options) -> None:
     """Router, hyper-connection site, Engram, norm and draw."""
     c = model.config
     step = Step(model, Cache(model, tokens, 4096))
@@ -302,28 +193,10 @@ def small_part(bench: Bench, model: Model, tokens: int, everything: bool) -> Non
             for m in model.layers
         ]  # fmt: skip
 
-    forms = {"chosen": routers}
-    grid = (
-        [
-            (16, 256, 128, 4, 2),
-            (16, 256, 64, 4, 2),
-            (8, 512, 128, 4, 2),
-            (8, 256, 256, 4, 2),
-            (16, 512, 128, 8, 2),
-        ]
-        if tokens == 1
-        else [
-            (32, 128, 128, 8, 3),
-            (32, 128, 64, 8, 3),
-            (16, 256, 128, 4, 3),
-            (32, 256, 128, 16, 2),
-            (32, 128, 128, 4, 3),
-        ]
-    )
-    for r, k, p, w, s in grid if everything else ():
-        launch = RouteLaunch(rows=r, columns=k, programs=p, warps=w, stages=s)
-        forms[f"r{r} k{k} p{p} w{w} s{s}"] = lambda launch=launch: routers(launch)
-    bench.compare("route", tokens, model.layers[0].gate.nbytes + x.nbytes, forms)
+    forms = {"chosen": routers, **best_form(options, tokens, "route", routers)}
+    for form, launch in named(route_file.BENCHED).items() if not options.chosen_only else ():
+        forms[form] = lambda launch=launch: routers(launch)
+    bench.compare("route", {"T": tokens}, forms, model.layers[0].gate.nbytes + x.nbytes)
 
     streams = model.make.bf16(tokens, 4, wide)
     incoming = step.first_mix
@@ -338,29 +211,27 @@ def small_part(bench: Bench, model: Model, tokens: int, everything: bool) -> Non
 
             return [lambda m=m: call(m) for m in model.layers]
 
-        forms = {"chosen": sites}
-        for channels, block, warps in (
-            (64, 1, 8), (64, 1, 4), (128, 1, 8), (32, 1, 4), (64, 2, 8), (64, 4, 8), (64, 8, 8),
-            (128, 4, 8), (128, 8, 8),
-        ) if everything else ():  # fmt: skip
-            if block <= max(1, tokens // 2):
-                launch = SiteLaunch(channels=channels, tokens=block, warps=warps)
-                forms[f"c{channels} t{block} w{warps}"] = lambda launch=launch, s=sites: s(launch)
+        forms = {"chosen": sites, **best_form(options, tokens, "site", sites)}
+        for form, launch in named(site_file.BENCHED).items() if not options.chosen_only else ():
+            forms[form] = lambda launch=launch, s=sites: s(launch)
         traffic = model.layers[0].attn_site.fn.nbytes + tokens * wide * 2 * (8 + count + 2)
         if count == 1:
             forms["peer liger mHC, coefficients + pre + post"] = lambda: liger_site(model, tokens)
-        bench.compare(f"site {name}", tokens, traffic, forms)
+            forms["peer tile-kernels mHC, pre + post"] = lambda: tile_site(model, tokens)
+        bench.compare(f"site {name}", {"T": tokens}, forms, traffic)
     step.launches.site = None
     engram = [m for m in model.layers if m.engram]
     if engram:
         bench.compare(
-            "engram_gather", tokens, tokens * c.engram_columns * (264 + 512),
+            "engram_gather", {"T": tokens},
             {"chosen": [lambda m=m: step.gather(m) for m in engram * 8]},
+            tokens * c.engram_columns * (264 + 512),
         )  # fmt: skip
     joined = model.make.bf16(tokens, c.q_lora_rank + c.head_dim)
     bench.compare(
-        "split_normed", tokens, 2 * joined.nbytes,
+        "split_normed", {"T": tokens},
         {"chosen": [lambda m=m: split_normed(joined, m.q_norm, 1e-20) for m in model.layers]},
+        2 * joined.nbytes,
     )  # fmt: skip
     logits = torch.randn(tokens, c.vocab_size, device=DEVICE)
     draw = [
@@ -368,12 +239,13 @@ def small_part(bench: Bench, model: Model, tokens: int, everything: bool) -> Non
         for t in (step.temperatures, step.temperatures + 1)
     ]
     bench.compare(
-        "draw_tokens", tokens, logits.nbytes,
+        "draw_tokens", {"T": tokens},
         {
             "greedy": draw[:1] * 8,
             "sampled": draw[1:] * 8,
             "peer torch argmax": [lambda: logits.argmax(-1)] * 8,
         },
+        logits.nbytes,
     )  # fmt: skip
 
 
@@ -401,85 +273,176 @@ def liger_site(model: Model, tokens: int):
     return [lambda phi=phi: call(phi) for phi in phis]
 
 
-def site_launches(tokens: int) -> dict[str, SiteLaunch]:
-    grid = ((32, 1, 4), (64, 1, 8), (64, 1, 4), (64, 2, 8), (64, 4, 8), (64, 8, 8))
-    return {
-        f"c{c} t{t} w{w}": SiteLaunch(channels=c, tokens=t, warps=w)
-        for c, t, w in grid
-        if t <= max(1, tokens // 4)
-    }
+def tile_site(model: Model, tokens: int):
+    """Return calls of tile-kernels' hyper-connection at the same shape, forward only."""
+    from tile_kernels.modeling.mhc.ops import mhc_post_fwd, mhc_pre_big_fuse
+
+    c = model.config
+    x = torch.randn(tokens, 4, c.hidden_size, device=DEVICE).bfloat16()
+    y = torch.randn(tokens, c.hidden_size, device=DEVICE).bfloat16()
+
+    def call(site):
+        post, comb, inner = mhc_pre_big_fuse(
+            x, site.fn, site.scale, site.base, 1e-6, 1e-6, 1e-6, 2.0, c.hc_sinkhorn_iters
+        )
+        return inner, mhc_post_fwd(y, x, post, comb, None)
+
+    call(model.layers[0].attn_site)
+    return [lambda m=m: call(m.attn_site) for m in model.layers]
 
 
-def tuned(bench: Bench, model: Model, tokens: int, options) -> dict:
-    """Return the best launches of experts and sites on this machine, timed now."""
+def tuned(bench: GpuLines, model: Model, tokens: int, options) -> dict:
+    """Return the best launches on this machine, timed now; a line for each says which."""
     c, found = model.config, {}
     step = Step(model, Cache(model, tokens, 4096))
-    try:
-        if "experts" in options.tune:
-            bench.deadline = time.monotonic() + 10
-            found["experts"] = expert_part(bench, model, tokens, True)
-        if "linear" in options.tune:
-            bench.deadline = time.monotonic() + 8
-            found["linear"] = linear_chain(bench, model, step, tokens)
-        if "site" in options.tune:
-            bench.deadline = time.monotonic() + 4
-            streams = model.make.bf16(tokens, 4, c.hidden_size)
-            parts = model.make.bf16(tokens, 1, c.hidden_size)
-            mix = step.site(streams, None, None, step.first_mix, model.final).mix
+    launches, layers = step.launches, model.layers
+    x = round_fp8(model.make.bf16(tokens, c.hidden_size))
+    streams = model.make.bf16(tokens, 4, c.hidden_size)
+    one = model.make.bf16(tokens, 1, c.hidden_size)
+    mix = step.site(streams, None, None, step.first_mix, model.final).mix
+    routing = [
+        route(x, m.gate, m.bias, c.num_experts_per_tok, c.routed_scaling_factor) for m in layers
+    ]
+    low = round_fp8(model.make.bf16(tokens, c.q_lora_rank))
+    heads = model.make.bf16(tokens, c.num_attention_heads * c.head_dim)
+    inner = model.make.bf16(tokens, c.o_groups * c.o_lora_rank)
 
-            def sites(launch):
-                def call(m):
-                    step.launches.site = launch
-                    step.site(streams, parts, mix, step.first_mix, m.attn_site)
+    def products(m):
+        step.linear(x, m.qkv)
+        step.linear(low, m.wq_b)
+        step.linear(heads, m.wo_a, groups=c.o_groups, round_output=True)
+        step.linear(inner, m.wo_b)
 
-                return [lambda m=m: call(m) for m in model.layers]
+    # name -> what one layer launches, and the launches to try beside the table's.
+    table = Launches.chosen(tokens, DEVICE)
+    parts = {
+        "experts": (
+            lambda m, r: experts_w4(x, r, m.experts, c.swiglu_limit, launches.experts),
+            experts_file.BENCHED, 24,
+        ),
+        "site": (
+            lambda m, r: step.site(streams, one, mix, step.first_mix, m.attn_site),
+            site_file.BENCHED, 8,
+        ),
+        "route": (
+            lambda m, r: route(
+                x, m.gate, m.bias, c.num_experts_per_tok, c.routed_scaling_factor,
+                launches.route, step.route_scratch,
+            ),
+            route_file.BENCHED, 8,
+        ),
+        "linear": (lambda m, r: products(m), linear_benched(tokens), 12),
+    }  # fmt: skip
+    for name, (call, tried, seconds) in parts.items():
+        if name not in options.tune:
+            continue
+        bench.deadline = time.monotonic() + seconds
+        forms = {"table": getattr(table, name), **named(tried)}
 
-            forms = {n: lambda x=x: sites(x) for n, x in site_launches(tokens).items()}
-            traffic = model.layers[0].attn_site.fn.nbytes + tokens * c.hidden_size * 2 * 11
-            best = bench.compare("site after attention", tokens, traffic, forms)
-            found["site"] = site_launches(tokens).get(best or "")
-    except Exception:
-        bench.say(tune=tokens, failed=traceback.format_exc()[-1200:])
+        def calls(launch, name=name, call=call):
+            def run(m, r):
+                setattr(launches, name, launch)
+                call(m, r)
+
+            return [lambda m=m, r=r: run(m, r) for m, r in zip(layers, routing, strict=True)]
+
+        try:
+            found[name] = best_of(bench, name, tokens, forms, calls, options)
+        except Exception:
+            bench.say(tune=name, T=tokens, failed=traceback.format_exc()[-1200:])
+        setattr(launches, name, None)
+    # A step takes these from their tables: what is best here serves the rest of this process.
+    for name, form, table in (
+        ("scores", scores_tuned, scores_file._LAUNCHES),
+        ("attention", attention_tuned, launch_for(attention_file._LAUNCHES, torch.device(DEVICE))),
+    ):
+        if name not in options.tune:
+            continue
+        bench.deadline = time.monotonic() + 8
+        family = device_family(torch.device(DEVICE))
+        key = tokens if name == "attention" else family if family in table else "any"
+        try:
+            table[key] = form(bench, c, tokens, options) or table[key]
+        except Exception:
+            bench.say(tune=name, T=tokens, failed=traceback.format_exc()[-1200:])
     bench.deadline = float("inf")
     return {n: x for n, x in found.items() if x is not None}
 
 
-def linear_chain(bench: Bench, model: Model, step: Step, tokens: int) -> LinearLaunch | None:
-    """Time the four products of attention as one, for a launch that serves them all."""
-    c = model.config
-    if tokens == 1:
-        grid = ((32, 256, 1056, 4, 2), (32, 256, 1056, 8, 2), (32, 256, 528, 4, 2))
-    elif tokens <= 16:
-        grid = ((64, 128, 396, 4, 4), (32, 256, 528, 4, 3), (64, 256, 264, 4, 3))
-    else:
-        grid = ((128, 128, 264, 8, 3), (64, 128, 264, 4, 3), (64, 128, 132, 4, 4))
-    launches = {
-        f"r{r} k{k} p{p} w{w} s{s}": LinearLaunch(rows=r, columns=k, programs=p, warps=w, stages=s)
-        for r, k, p, w, s in grid
-    }
-    first = model.layers[0]
-    wide = [model.make.bf16(tokens, n) for n in (c.hidden_size, c.q_lora_rank)]
-    heads = model.make.bf16(tokens, c.num_attention_heads * c.head_dim)
-    low = model.make.bf16(tokens, c.o_groups * c.o_lora_rank)
+def best_of(bench: GpuLines, name: str, tokens: int, forms: dict, calls, options):
+    """Time launches (form -> launch) of `calls`; write and return the best, None if none ran."""
+    made = {form: lambda launch=launch: calls(launch) for form, launch in forms.items()}
+    best = bench.compare(f"tune {name}", {"T": tokens}, made, 0.0)
+    if best is None:
+        return None
+    launch = forms[best[0]]
+    line = {
+        "tuned": name, "T": tokens, "form": best[0], "us": round(best[1], 2),
+        "launch": asdict(launch), "device": device_family(torch.device(DEVICE)),
+    }  # fmt: skip
+    bench.say(**line)
+    if options.tune_json is not None:
+        with options.tune_json.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+    return launch
 
-    def products(launch):
-        def call(m):
-            step.launches.linear = launch
-            step.linear(wide[0], m.qkv)
-            step.linear(wide[1], m.wq_b)
-            step.linear(heads, m.wo_a, groups=c.o_groups, round_output=True)
-            step.linear(low, m.wo_b)
 
-        return [lambda m=m: call(m) for m in model.layers]
+def scores_tuned(bench: GpuLines, c, tokens: int, options):
+    """Return the best launch of a full scan: of 1M entries for one sequence, of 64K for more."""
+    context = 1 << (20 if tokens == 1 else 16) if options.layers is None else 4096
+    make = RandomWeights(DEVICE)
+    keys = make.bytes(tokens * context, c.index_head_dim // 2 + c.index_head_dim // 32)
+    keys[:, c.index_head_dim // 2 :] = 125
+    q = make.bf16(tokens, c.index_n_heads, c.index_head_dim)
+    weights = torch.randn(tokens, c.index_n_heads, device=DEVICE)
+    tables = torch.randperm(tokens * context // 64, device=DEVICE).view(tokens, -1)
+    visible = torch.full((tokens,), context, device=DEVICE)
 
-    forms = {n: lambda x=x: products(x) for n, x in launches.items()}
-    traffic = sum(
-        t.nbytes for pair in (first.qkv, first.wq_b, first.wo_a, first.wo_b) for t in pair
+    def calls(launch):
+        one = (q, weights, keys, tables, visible, 64, context)
+        return [lambda: scores_file.index_scores(*one, launch=launch)] * 4
+
+    table = launch_for(scores_file._LAUNCHES, torch.device(DEVICE))
+    forms = {"table": table, **named(scores_file.BENCHED)}
+    return best_of(bench, "scores", tokens, forms, calls, options)
+
+
+def attention_tuned(bench: GpuLines, c, tokens: int, options):
+    """Return the best launch over a full window and a full selection, rows scattered."""
+    make = RandomWeights(DEVICE)
+    main, ring = (
+        make.bytes(1 << 20, c.head_dim * 9 // 16),
+        make.bytes(1 << 18, c.head_dim * 33 // 32),
     )
-    return launches.get(bench.compare("attention products", tokens, traffic, forms) or "")
+    main[:, c.head_dim // 2 :], ring[:, c.head_dim :] = 0x30, 127
+    ring[:, : c.head_dim] &= 0xBF
+    sink = torch.zeros(c.num_attention_heads, device=DEVICE)
+
+    def rows(pool, count):
+        return torch.randint(0, len(pool), (tokens, count), device=DEVICE)
+
+    sets = [
+        (
+            make.bf16(tokens, c.num_attention_heads, c.head_dim), ring,
+            rows(ring, c.sliding_window), main, rows(main, c.index_topk), sink,
+        )
+        for _ in range(8 if tokens > 16 else 32)
+    ]  # fmt: skip
+
+    def calls(launch):
+        return [lambda s=s: attention_file.gather_attention(*s, launch=launch) for s in sets]
+
+    table = attention_file.attention_launch(tokens, torch.device(DEVICE))
+    tried = [
+        replace(table, num_stages=stages, splits=splits)
+        for stages in (2, 3)
+        for splits in {table.splits, max(1, table.splits // 2), 5}
+        if (stages, splits) != (table.num_stages, table.splits)
+    ]
+    return best_of(bench, "attention", tokens, {"table": table, **named(tried)}, calls, options)
 
 
-def kernels_part(bench: Bench, options) -> None:
+def kernels_part(bench: GpuLines, options) -> None:
     c = flash(options.experts)
     model = Model(c, DEVICE, ENGRAM_ROWS, layers=options.layers or 16)
     bench.say(model_bytes=torch.cuda.memory_allocated(), layers=len(model.layers))
@@ -489,7 +452,7 @@ def kernels_part(bench: Bench, options) -> None:
         bench.limit_s = end - share * (len(options.batches) - 1 - number)
         for part in (expert_part, linear_part, small_part):
             try:
-                part(bench, model, tokens, not options.chosen_only)
+                part(bench, model, tokens, options)
             except Exception:
                 bench.say(part=part.__name__, T=tokens, failed=traceback.format_exc()[-1200:])
     bench.limit_s = end
@@ -512,7 +475,7 @@ def launches_of(function) -> dict[str, int]:
     return dict(Counter(e.name.split("(")[0][:60] for e in events))
 
 
-def profile_of(graph: torch.cuda.CUDAGraph, c) -> dict[str, list[float]]:
+def profile_of(graph: torch.cuda.CUDAGraph) -> dict[str, list[float]]:
     """Return [microseconds, launches] by kernel of one replay."""
     from torch.profiler import ProfilerActivity, profile
 
@@ -526,10 +489,34 @@ def profile_of(graph: torch.cuda.CUDAGraph, c) -> dict[str, list[float]]:
         if str(e.device_type).endswith("CUDA"):
             times[e.name.split("(")[0][:60]] += e.device_time_total
             counts[e.name.split("(")[0][:60]] += 1
-    return {n: [round(t, 1), counts[n]] for n, t in times.most_common(24)}
+    return {n: [round(t, 1), counts[n]] for n, t in times.most_common(40)}
 
 
-def step_part(bench: Bench, options) -> None:
+# Kernels of a step by what they are for; what is not named here is torch's own.
+CLASSES = {
+    "products": ("_linear_kernel",),
+    "experts": ("_gate_up_kernel", "_down_kernel"),
+    "sites": ("_site_kernel", "_streams_kernel", "_site_end_kernel"),
+    "attention": ("_split_kernel", "_combine_kernel"),
+    "router": ("_route_kernel", "_choose_kernel"),
+    "selection": ("_scores_kernel", "_stretch_kernel", "_pool_rows_kernel"),
+    "rows": ("_store_kernel", "_queries_kernel", "_close_kernel", "_split_normed_kernel"),
+    "Engram": ("_gather_kernel", "_update_kernel"),
+    "draw": ("_draw_kernel",),
+}
+
+
+def classes_of(by_kernel: dict[str, list[float]]) -> dict[str, list[float]]:
+    """Return [microseconds, launches] by class of the kernels of a profile."""
+    of_kernel = {kernel: name for name, kernels in CLASSES.items() for kernel in kernels}
+    found: dict[str, list[float]] = {}
+    for kernel, (us, launches) in by_kernel.items():
+        sums = found.setdefault(of_kernel.get(kernel, "other"), [0.0, 0])
+        sums[0], sums[1] = round(sums[0] + us, 1), sums[1] + launches
+    return found
+
+
+def step_part(bench: GpuLines, options) -> None:
     c = flash(options.experts)
     model = Model(c, DEVICE, ENGRAM_ROWS, layers=options.layers)
     torch.cuda.synchronize()
@@ -537,7 +524,9 @@ def step_part(bench: Bench, options) -> None:
     bench.say(model_bytes=weights, layers=len(model.layers), experts=options.experts)
     is_whole = options.layers is None
     for batch in options.batches:
-        best_launches = tuned(bench, model, batch, options) if options.tune else {}
+        if options.tune:
+            options.best[batch] = tuned(bench, model, batch, options)
+        best_launches = options.best.get(batch, {})
         overlaps = options.overlaps
         for context in options.contexts:
             line = {"step": True, "batch": batch, "context": context}
@@ -570,13 +559,13 @@ def step_part(bench: Bench, options) -> None:
             overlaps = [min(times, key=times.__getitem__)] if times else overlaps
 
 
-def one_step(bench: Bench, model: Model, line: dict, is_whole: bool, options, launches) -> float:
+def one_step(bench: GpuLines, model: Model, line: dict, is_whole: bool, options, launches) -> float:
     """Time a step and print it; returns its microseconds."""
     c, batch, context = model.config, line["batch"], line["context"]
     step = Step(model, Cache(model, batch, context), launches)
     eager = step.run().clone()
     graph = step.graph()
-    runs = [bench.graph_times(graph, 20 if batch < 16 else 8) for _ in range(3)]
+    runs = [times_of(graph.replay, 20 if batch < 16 else 8) for _ in range(3)]
     medians = [statistics.median(run) for run in runs]
     same = torch.equal(step.tokens, eager)
     distinct = [int((a >= 0).sum()) for a in step.active]
@@ -601,7 +590,8 @@ def one_step(bench: Bench, model: Model, line: dict, is_whole: bool, options, la
         }  # fmt: skip
     bench.say(**result)
     if context == options.contexts[0] and not bench.is_late and not options.no_profile:
-        bench.say(**line, profile=profile_of(graph, c))
+        by_kernel = profile_of(graph)
+        bench.say(**line, profile=by_kernel, by_class=classes_of(by_kernel))
         layer = next(
             (x for x in model.layers if x.spec.mode is AttentionMode.REUSE and not x.engram), None
         )
@@ -627,19 +617,21 @@ def main() -> int:
     parser.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS)
     parser.add_argument("--overlaps", type=int, nargs="+", default=[0], help="of launches: 0 1 2")
     parser.add_argument(
-        "--tune", nargs="*", choices=("experts", "linear", "site"), default=[],
-        help="time launches first, take the best",
+        "--tune", nargs="*", choices=TUNED, default=[], help="time launches first, take the best",
     )  # fmt: skip
+    parser.add_argument("--tune-json", type=Path, help="a line for each launch that was best")
+    parser.add_argument("--launches", type=Path, help="take the launches of such a file")
     parser.add_argument(
         "--invariant", action="store_true", help="launches that no neighbour changes"
     )
     parser.add_argument("--no-profile", action="store_true")
     parser.add_argument("--chosen-only", action="store_true", help="no other launches")
     options = parser.parse_args()
-    bench = Bench(options.out, options.limit_s)
+    options.best = {} if options.launches is None else read_launches(options.launches)
+    bench = GpuLines(options.out, options.limit_s)
     torch.manual_seed(0)
     bench.say(**provenance())
-    ceilings(bench, 1 << (30 if options.layers is None else 26))
+    bench.measure_ceilings(1 << (32 if options.layers is None else 28))
     torch.cuda.empty_cache()
     for part in options.parts:
         try:

@@ -11,7 +11,6 @@ rest goes on; after --limit-s nothing new starts.
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 import traceback
 from dataclasses import replace
@@ -36,92 +35,6 @@ ROTATED_BYTES = 160 << 20  # inputs of one graph together; the L2 of an H200 is 
 DEVICE = "cuda"
 
 
-class Bench(GpuLines):
-    def microseconds(self, calls, replays: int = 9) -> tuple[float, float, float]:
-        """Return median, least and largest time of one of `calls`, run as one CUDA graph."""
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            calls[0]()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for call in calls:
-                call()
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-        times = []
-        for n in range(replays + 2):
-            events[0].record()
-            graph.replay()
-            events[1].record()
-            events[1].synchronize()
-            if n > 1:
-                times.append(events[0].elapsed_time(events[1]) * 1e3 / len(calls))
-        return statistics.median(times), min(times), max(times)
-
-    def compare(self, name: str, shape: dict, forms: dict, num_bytes, flops=0.0, check=None):
-        """Time forms (name -> list of calls), print each, and the best of ours with its floor.
-
-        `check` turns the result of a form's first call into a figure, for ours.
-        """
-        floor = max(num_bytes / self.read_gbs / 1e3, flops / self.bf16_tflops / 1e6)
-        best = None
-        for form, make in forms.items():
-            if self.is_late:
-                self.say(kernel=name, **shape, form=form, skipped="time limit")
-                continue
-            try:
-                calls, extra = make(), {}
-                if check is not None and not form.startswith("peer"):
-                    extra["check"] = check(calls[0]())
-                median, least, largest = self.microseconds(calls)
-            except Exception as error:
-                reason = f"{type(error).__name__}: {error}"[:300]
-                self.say(kernel=name, **shape, form=form, failed=reason)
-                torch.cuda.synchronize()
-                continue
-            self.say(
-                kernel=name, **shape, form=form, **extra, us=round(median, 2),
-                spread=[round(least, 2), round(largest, 2)], floor_us=round(floor, 2),
-                ratio=round(median / floor, 2) if floor else None,
-                gbs=round(num_bytes / median / 1e3, 1),
-                percent_of_read=round(num_bytes / median / 1e1 / self.read_gbs, 1),
-                tflops=round(flops / median / 1e6, 1),
-            )  # fmt: skip
-            if not form.startswith("peer") and (best is None or median < best[1]):
-                best = form, median
-        if best is not None:
-            self.say(best=name, **shape, form=best[0], us=round(best[1], 2))
-
-
-def ceilings(bench: Bench) -> None:
-    source = torch.empty(1 << 31, dtype=torch.uint8, device=DEVICE).random_()
-    target = torch.empty_like(source)
-    # Outside a graph, where a copy is torch's kernel and not a slower copy node.
-    events, times = [torch.cuda.Event(enable_timing=True) for _ in range(2)], []
-    for _ in range(7):
-        events[0].record()
-        target.copy_(source)
-        events[1].record()
-        events[1].synchronize()
-        times.append(events[0].elapsed_time(events[1]) * 1e3)
-    median, least, largest = statistics.median(times[2:]), min(times[2:]), max(times[2:])
-    bench.copy_gbs = 2 * source.numel() / median / 1e3
-    words = source.view(torch.int64)
-    read, *reads = bench.microseconds([lambda: words.amax()] * 4)
-    bench.read_gbs = source.numel() / read / 1e3
-    a, b = (torch.randn(8192, 8192, device=DEVICE).bfloat16() for _ in range(2))
-    product, *around = bench.microseconds([lambda: a @ b] * 4)
-    bench.bf16_tflops = 2 * 8192**3 / product / 1e6
-    bench.say(
-        read_gbs=round(bench.read_gbs), read_us=[round(x) for x in (read, *reads)],
-        copy_gbs=round(bench.copy_gbs), copy_us=[round(x) for x in (median, least, largest)],
-        bf16_tflops=round(bench.bf16_tflops), matmul_us=[round(x) for x in (product, *around)],
-    )  # fmt: skip
-    small = torch.zeros(16, device=DEVICE)
-    bench.say(empty_launch_us=bench.microseconds([lambda: small.add_(1)] * 64)[0])
-
-
 def random_rows(count: int, width: int, codes: int, scale: tuple[int, int]):
     """Return packed rows with sensible scales: no NaN, values near 1."""
     rows = torch.randint(0, 256, (count, width), dtype=torch.uint8, device=DEVICE)
@@ -133,7 +46,7 @@ def random_rows(count: int, width: int, codes: int, scale: tuple[int, int]):
     return rows
 
 
-def attention_part(bench: Bench, everything: bool) -> None:
+def attention_part(bench: GpuLines, everything: bool) -> None:
     main = random_rows(1 << 20, 288, 256, (40, 56))
     ring = random_rows(1 << 18, 528, 512, (118, 123))
     sink = torch.zeros(HEADS, device=DEVICE)
@@ -220,7 +133,7 @@ def gathered(tokens: int, calls: int):
     return out
 
 
-def scores_part(bench: Bench, everything: bool) -> None:
+def scores_part(bench: GpuLines, everything: bool) -> None:
     for tokens, context in (
         (1, 4096),
         (1, 65536),
@@ -297,7 +210,7 @@ def mqa_logits(context: int, calls: int):
     return out
 
 
-def select_part(bench: Bench, everything: bool) -> None:
+def select_part(bench: GpuLines, everything: bool) -> None:
     shapes = [(1, 4096, 512), (1, 16384, 512), (1, 65536, 512), (1, 1 << 20, 512)]
     shapes += [(8, 65536, 512), (64, 16384, 512), (64, 65536, 512), (64, 1 << 20, 512)]
     shapes += [(1, 8192, 2048), (1, 131072, 2048), (64, 8192, 2048), (64, 131072, 2048)]
@@ -330,7 +243,7 @@ def select_part(bench: Bench, everything: bool) -> None:
         )
 
 
-def store_part(bench: Bench, everything: bool) -> None:
+def store_part(bench: GpuLines, everything: bool) -> None:
     for tokens in (1, 8, 64, 256):
         turn = rope_rotation(
             torch.arange(tokens, device=DEVICE), rope_frequencies(1e4, 64, None).to(DEVICE)
@@ -362,7 +275,7 @@ def store_part(bench: Bench, everything: bool) -> None:
             bench.compare("rotate_queries", shape, {"chosen": lambda c=calls: c}, moved)
 
 
-def chain_part(bench: Bench, everything: bool) -> None:
+def chain_part(bench: GpuLines, everything: bool) -> None:
     """A layer's launches one after the other: of a Reuse layer, and of one that selects."""
     frequencies = rope_frequencies(1e4, 64, None).to(DEVICE)
     ones = torch.ones(DIM, device=DEVICE).bfloat16()
@@ -437,10 +350,10 @@ def main() -> int:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--chosen-only", action="store_true", help="no other launches, only peers")
     options = parser.parse_args()
-    bench = Bench(options.out, options.limit_s)
+    bench = GpuLines(options.out, options.limit_s)
     torch.manual_seed(0)
     bench.say(**provenance())
-    ceilings(bench)
+    bench.measure_ceilings(1 << 31)
     total = sum(PARTS[part][1] for part in options.parts)
     spent = 0
     for part in options.parts:

@@ -2,9 +2,9 @@
 
     python bench/mini_evals.py --model mini=runs/mini/chat --model window=runs/mini-window/long \\
         --what positions grid selection --data data --out runs/evals
-A model is a folder of `recipes.train_mini`. A phase in the deployed formats is read from its
-checkpoint, any other from its training state. Everything goes to OUT/NAME as JSON lines and plots;
-a measure that the limit of seconds leaves no time for is said to be missing.
+A model is a folder of `recipes.train_mini`, or of a checkpoint. A phase in the deployed formats is
+read from its checkpoint, any other from its training state. Everything goes to OUT/NAME as JSON
+lines and plots; a measure that the limit of seconds leaves no time for is said to be missing.
 """
 
 from __future__ import annotations
@@ -44,9 +44,12 @@ LENGTHS = {512: 64, 1024: 64, 2048: 64, 4096: 64, 8192: 32, 16_384: 32, 32_768: 
 
 
 def loaded(folder: Path, tokenizer: Tokenizer, device: str):
-    """Return the model of a phase's folder."""
-    facts = json.loads((folder / "run.json").read_text())["config"]
-    deployed = facts["quantization"]["start"] < 1
+    """Return the model of a phase's folder, or of a checkpoint's."""
+    kept = folder if (folder / "config.json").exists() else folder / "checkpoint"
+    facts: dict = {}
+    if kept != folder:
+        facts = json.loads((folder / "run.json").read_text())["config"]
+    deployed = kept == folder or facts["quantization"]["start"] < 1
     numerics = Numerics(
         cache_rounding=deployed,
         dtype=torch.bfloat16 if device == "cuda" else torch.float32,
@@ -54,7 +57,7 @@ def loaded(folder: Path, tokenizer: Tokenizer, device: str):
     )
     ops = training_ops(device)
     if deployed:
-        model = load_model(folder / "checkpoint", ops=ops, numerics=numerics).model
+        model = load_model(kept, ops=ops, numerics=numerics).model
     else:
         ids = token_map(tokenizer)
         config = with_compressed_vocab(mini.model(), int(ids.max()) + 1)
@@ -184,13 +187,14 @@ def main() -> int:
     stop_at = time.time() + args.limit_s
     torch.set_float32_matmul_precision("high")
     tokenizer = Tokenizer.from_file(args.data / "tokenizer.json")
-    texts = Texts(args.data, tokenizer)
+    texts = Texts(args.data, tokenizer) if set(args.what) != {"grid"} else None
     for item in args.model:
         name, _, folder = item.partition("=")
         out = args.out / name
         out.mkdir(parents=True, exist_ok=True)
         model = loaded(Path(folder), tokenizer, args.device)
-        kept = Path(folder) / "checkpoint"
+        own = Path(folder)
+        kept = own if (own / "config.json").exists() else own / "checkpoint"
         command = " ".join(sys.argv)
         if kept.exists():
             about = provenance(kept, model.config, command=command, device=args.device)

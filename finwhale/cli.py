@@ -20,6 +20,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from finwhale import telemetry
+from finwhale.bench_command import Bench
 from finwhale.cache_command import Cache
 from finwhale.chat_ui.command import Chat
 from finwhale.chat_ui.serve_command import Serve
@@ -583,6 +584,7 @@ COMMANDS: dict[str, Any] = {
     "serve": Serve,
     "chat": Chat,
     "cache": Cache,
+    "bench": Bench,
     "demo": Demo,
     "demo-train": DemoTrain,
 }

@@ -65,6 +65,7 @@ class ExpertLaunch:
     down_rows   BN rows of w2 per program
     columns     BK; tile_columns where an expert has several rows
     by_rows     one token is served without the matrix unit
+    registers   at most so many per thread, so that more programs fit; 0: as compiled
     overlap     as in `LinearLaunch`; only the shared expert's weights are known early
     """
 
@@ -75,6 +76,7 @@ class ExpertLaunch:
     warps: int
     stages: int
     by_rows: bool = True
+    registers: int = 0
     overlap: int = 0
 
 
@@ -83,6 +85,26 @@ _ONE = ExpertLaunch(gate_rows=32, down_rows=32, columns=256, tile_columns=128, w
 # (one token, up to 16, more) by device family.
 _LAUNCH: dict[str, tuple[ExpertLaunch, ExpertLaunch, ExpertLaunch]] = {"any": (_ONE, _FEW, _FEW)}
 _INVARIANT = {"any": replace(_FEW, by_rows=False)}
+
+# What `bench/gpu_decode.py --tune` times for any number of tokens, and the compiled tests run. With
+# 32 rows of the matrix for each warp, codes are decoded where the matrix unit wants them; with
+# fewer they would pass through shared memory once more.
+BENCHED = tuple(
+    ExpertLaunch(
+        gate_rows=gate,
+        down_rows=2 * gate,
+        columns=256,
+        tile_columns=128,
+        warps=warps,
+        stages=stages,
+        registers=registers,
+        by_rows=False,
+    )
+    for gate, warps, stages, registers in (
+        (64, 4, 3, 0), (64, 4, 3, 128), (64, 4, 4, 128), (32, 2, 3, 0), (32, 2, 4, 0),
+        (32, 2, 3, 144), (64, 2, 3, 0), (128, 8, 3, 128),
+    )
+)  # fmt: skip
 
 
 class ExpertsUnsupportedError(ValueError):
@@ -296,6 +318,8 @@ def experts_unsupported(x: Tensor, w: ExpertWeights) -> str | None:
         return f"gate_up: shape {tuple(w.gate_up.shape)} for widths {channels} and {width}"
     if not x.is_contiguous():
         return "x is not contiguous"
+    if any(scales.data_ptr() % 4 for scales in w[1::2]):
+        return "scales: read as words, so their addresses must be multiples of 4"
     return None
 
 
@@ -337,6 +361,7 @@ def experts_w4(
         "UPCAST": is_interpreted(_gate_up_kernel),
         "num_warps": launch.warps,
         "num_stages": launch.stages,
+        **({"maxnreg": launch.registers} if launch.registers else {}),
         **overlap_of(launch.overlap, x.device),
     }
     _gate_up_kernel[(triton.cdiv(width, launch.gate_rows), slots + 1)](

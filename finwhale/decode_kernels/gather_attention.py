@@ -92,8 +92,16 @@ def _window_planes(
     first = share * OWN
     at = row * WORD + first + group * 16 + pair
     pairs = tl.load(ring_ptr + at, mask=keep, other=0)
-    at = row * (2 * WORD) + 2 * HALF + first // 16 + group
-    scale = tl.load(ring_scale_ptr + at, mask=keep, other=0)
+    at = row * (2 * WORD) + 2 * HALF + first // 16
+    if OWN % 64 == 0:
+        # Four scales as one word: loads of single bytes are never pipelined.
+        words = tl.arange(0, OWN // 64)[None, :, None] * 4
+        words = (ring_scale_ptr + at + words).to(tl.pointer_type(tl.int32), bitcast=True)
+        byte = tl.arange(0, 4)[None, None, :] * 8
+        scale = (tl.load(words, mask=keep, other=0) >> byte) & 255
+        scale = tl.reshape(scale, [KEYS, OWN // 16, 1])
+    else:
+        scale = tl.load(ring_scale_ptr + at + group, mask=keep, other=0)
     even, odd = e4m3_planes(pairs, ue8m0_value(scale), FAST)
     return tl.reshape(even, [KEYS, OWN]), tl.reshape(odd, [KEYS, OWN])
 

@@ -60,11 +60,16 @@ class SiteOutput(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SiteLaunch:
-    """Channels of a slice, tokens of a program, warps; overlap as in `LinearLaunch`."""
+    """Channels of a slice, tokens of a program, warps; overlap as in `LinearLaunch`.
+
+    apart  two launches: the projection of 16 tokens at once on the matrix unit (`tokens` does not
+           count), then a program per token for what needs the whole row
+    """
 
     channels: int
     tokens: int
     warps: int
+    apart: bool = False
     overlap: int = 0
 
 
@@ -77,6 +82,15 @@ _LAUNCH: dict[str, tuple[SiteLaunch, SiteLaunch, SiteLaunch]] = {
     ),
 }
 _INVARIANT = {"any": SiteLaunch(channels=64, tokens=1, warps=4)}
+
+# What `bench/gpu_decode.py --tune` times, and the compiled tests run.
+BENCHED = tuple(
+    SiteLaunch(channels=channels, tokens=tokens, warps=warps, apart=apart)
+    for channels, tokens, warps, apart in (
+        (32, 1, 4, True), (64, 1, 4, True), (64, 1, 8, True), (128, 1, 8, True),
+        (32, 1, 4, False), (64, 1, 4, False), (64, 4, 8, False),
+    )
+)  # fmt: skip
 
 
 class SiteUnsupportedError(ValueError):
@@ -197,6 +211,118 @@ def _store_normed(z, weight, r, x_ptr, rounded_ptr, c, C, CP: tl.constexpr, UPCA
     tl.store(x_ptr + c, x.to(x_ptr.dtype.element_ty), mask=c < C)
     y = tl.reshape(round_groups(tl.reshape(x, (1, CP // 32, 32))), (CP,))
     tl.store(rounded_ptr + c, to_bf16(y, UPCAST).to(rounded_ptr.dtype.element_ty), mask=c < C)
+
+
+@triton.jit
+def _bf16_parts(x, UPCAST: tl.constexpr):
+    """Return three bf16 numbers whose sum is an fp32 number; exact above 2^-110."""
+    high = to_bf16(x, UPCAST)
+    rest = x - high
+    middle = to_bf16(rest, UPCAST)
+    return high, middle, rest - middle
+
+
+@triton.jit
+def _dot_parts(x, w, acc, UPCAST: tl.constexpr):
+    """Return acc + x @ w^T: x [TB, K] holds bf16 values, w [R, K] is fp32; products are exact."""
+    high, middle, low = _bf16_parts(w, UPCAST)
+    if UPCAST:
+        acc += tl.dot(x, tl.trans(low), input_precision="ieee")
+        acc += tl.dot(x, tl.trans(middle), input_precision="ieee")
+        acc += tl.dot(x, tl.trans(high), input_precision="ieee")
+    else:
+        x = x.to(tl.bfloat16)
+        acc = tl.dot(x, tl.trans(low.to(tl.bfloat16)), acc)
+        acc = tl.dot(x, tl.trans(middle.to(tl.bfloat16)), acc)
+        acc = tl.dot(x, tl.trans(high.to(tl.bfloat16)), acc)
+    return acc
+
+
+@triton.jit
+def _streams_kernel(
+    streams_ptr, parts_ptr, post_ptr, comb_ptr, incoming_ptr, fn_ptr, z_ptr, sums_ptr,
+    T, C, num_parts,
+    CS: tl.constexpr, TB: tl.constexpr, HAS_UPDATE: tl.constexpr, OVERLAP: tl.constexpr,
+    UPCAST: tl.constexpr,
+):  # fmt: skip
+    """The first launch of `apart`: TB tokens, CS channels of all streams."""
+    piece, block = tl.program_id(0), tl.program_id(1)
+    own = piece * CS + tl.arange(0, CS)
+    row = tl.arange(0, _PADDED)
+    t = block * TB + tl.arange(0, TB)
+    inside = t < T
+    token = t.to(tl.int64)
+    wait_for_earlier(OVERLAP > 0)
+    at = token[:, None] * (4 * C) + own[None, :]
+    keep = inside[:, None] & (own < C)[None, :]
+    y = tl.zeros([TB, CS], tl.float32)
+    if HAS_UPDATE:
+        for p in range(num_parts):
+            at_part = (token * num_parts + p)[:, None] * C + own[None, :]
+            y += tl.load(parts_ptr + at_part, mask=keep, other=0.0).to(tl.float32)
+        y = to_bf16(y, UPCAST)
+    z = tl.zeros([TB, CS], tl.float32)
+    squares = tl.zeros([TB], tl.float32)
+    acc = tl.zeros([TB, _PADDED], tl.float32)
+    # All four are read before one is written.
+    s0 = tl.load(streams_ptr + at, mask=keep, other=0.0).to(tl.float32)
+    s1 = tl.load(streams_ptr + at + C, mask=keep, other=0.0).to(tl.float32)
+    s2 = tl.load(streams_ptr + at + 2 * C, mask=keep, other=0.0).to(tl.float32)
+    s3 = tl.load(streams_ptr + at + 3 * C, mask=keep, other=0.0).to(tl.float32)
+    for j in tl.static_range(4):
+        if HAS_UPDATE:
+            c0 = tl.load(comb_ptr + token * 16 + j, mask=inside, other=0.0)
+            c1 = tl.load(comb_ptr + token * 16 + 4 + j, mask=inside, other=0.0)
+            c2 = tl.load(comb_ptr + token * 16 + 8 + j, mask=inside, other=0.0)
+            c3 = tl.load(comb_ptr + token * 16 + 12 + j, mask=inside, other=0.0)
+            post = tl.load(post_ptr + token * 4 + j, mask=inside, other=0.0)
+            mixed = (c0[:, None] * s0 + c1[:, None] * s1) + (c2[:, None] * s2 + c3[:, None] * s3)
+            u = to_bf16(post[:, None] * y + mixed, UPCAST)
+            tl.store(streams_ptr + at + j * C, u.to(streams_ptr.dtype.element_ty), mask=keep)
+        else:
+            u = s0 if j == 0 else s1 if j == 1 else s2 if j == 2 else s3
+        incoming = tl.load(incoming_ptr + token * 4 + j, mask=inside, other=0.0)
+        z += incoming[:, None] * u
+        squares += tl.sum(u * u, axis=1)
+        at_fn = row.to(tl.int64)[:, None] * (4 * C) + (j * C + own)[None, :]
+        fn = tl.load(fn_ptr + at_fn, mask=(row < 24)[:, None] & (own < C)[None, :], other=0.0)
+        acc = _dot_parts(u, fn, acc, UPCAST)
+    z = to_bf16(z, UPCAST)
+    tl.store(z_ptr + token[:, None] * C + own[None, :], z.to(z_ptr.dtype.element_ty), mask=keep)
+    acc = tl.where(row[None, :] == 24, squares[:, None], acc)
+    acc = tl.where(row[None, :] == 25, tl.sum(z * z, axis=1)[:, None], acc)
+    at_sums = (token * tl.num_programs(0) + piece)[:, None] * _PADDED + row[None, :]
+    tl.store(sums_ptr + at_sums, acc, mask=inside[:, None])
+
+
+@triton.jit
+def _site_end_kernel(
+    base_ptr, scale_ptr, norm_ptr, x_ptr, rounded_ptr, new_pre_ptr, new_post_ptr, new_comb_ptr,
+    z_ptr, sums_ptr, T, C, pieces, iterations, norm_eps, eps,
+    SP: tl.constexpr, CP: tl.constexpr, OVERLAP: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """The second launch of `apart`: one token, its coefficients and its normed row."""
+    wait_for_earlier(OVERLAP > 0)
+    token = tl.program_id(0).to(tl.int64)
+    c, row, s = tl.arange(0, CP), tl.arange(0, _PADDED), tl.arange(0, SP)
+    z = tl.load(z_ptr + token * C + c, mask=c < C, other=0.0)
+    weight = tl.load(norm_ptr + c, mask=c < C, other=0.0)
+    at = (token * pieces + s)[:, None] * _PADDED + row[None, :]
+    total = tl.sum(tl.load(sums_ptr + at, mask=(s < pieces)[:, None], other=0.0), axis=0)
+    # The sums of all tokens lie behind the parts of all slices.
+    totals_ptr = sums_ptr + tl.cast(T, tl.int64) * pieces * _PADDED
+    tl.store(totals_ptr + token * _PADDED + row, total)
+    square_z = tl.sum(tl.where(row == 25, total, 0.0), axis=0)
+    r = tl.rsqrt(square_z / tl.cast(C, tl.float32) + norm_eps)
+    _store_normed(z, weight, r, x_ptr + token * C, rounded_ptr + token * C, c, C, CP, UPCAST)
+    tl.debug_barrier()
+    one = token + tl.arange(0, 1)
+    square = tl.load(totals_ptr + one * _PADDED + 24, cache_modifier=".cg")
+    inverse = tl.rsqrt(square / tl.cast(4 * C, tl.float32) + norm_eps)
+    _coefficients(
+        totals_ptr, one, one < T, base_ptr, scale_ptr,
+        new_pre_ptr, new_post_ptr, new_comb_ptr, iterations, inverse, eps,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -405,10 +531,28 @@ def hyper_site(
     scratch = site_scratch(tokens, channels, x.device) if scratch is None else scratch
     unread = out.mix  # pointers that HAS_UPDATE=False never follows
     old = unread if before is None else before
+    num_parts = 0 if parts is None else parts.shape[1]
+    if launch.apart:
+        shared = {
+            "UPCAST": is_interpreted(_site_kernel), **overlap_of(launch.overlap, x.device),
+        }  # fmt: skip
+        pieces = channels // width
+        _streams_kernel[(pieces, triton.cdiv(tokens, 16))](
+            streams, streams if parts is None else parts, old.post, old.comb, incoming, site.fn,
+            *scratch[:2], tokens, channels, num_parts,
+            CS=width, TB=16, HAS_UPDATE=parts is not None, num_warps=launch.warps, **shared,
+        )  # fmt: skip
+        _site_end_kernel[(tokens,)](
+            site.base, site.scale, site.norm, *out[:2], *out.mix, *scratch[:2],
+            tokens, channels, pieces, iterations, norm_eps, eps,
+            SP=triton.next_power_of_2(pieces), CP=triton.next_power_of_2(channels),
+            num_warps=8, **shared,
+        )  # fmt: skip
+        return out
     _site_kernel[(channels // width, triton.cdiv(tokens, launch.tokens))](
         streams, streams if parts is None else parts, old.post, old.comb, incoming,
         *site, *out[:2], *out.mix, *scratch,
-        tokens, channels, 0 if parts is None else parts.shape[1], iterations, norm_eps, eps,
+        tokens, channels, num_parts, iterations, norm_eps, eps,
         CS=width, TB=launch.tokens, SP=triton.next_power_of_2(channels // width),
         CP=triton.next_power_of_2(channels), HAS_UPDATE=parts is not None,
         UPCAST=is_interpreted(_site_kernel),

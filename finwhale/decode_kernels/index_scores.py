@@ -47,8 +47,16 @@ _POOL_LAUNCHES = {"any": ScoresLaunch(keys=128, programs=132 * 4, num_warps=4)}
 # What `bench/gpu_decode_attention.py` times, and the compiled tests run.
 BENCHED = tuple(
     ScoresLaunch(keys=keys, programs=132 * each, num_warps=warps, num_stages=stages)
-    for keys, warps, stages in ((64, 4, 1), (128, 4, 1), (128, 4, 2), (128, 8, 1))
-    for each in (3, 6)
+    for keys, warps, stages, each in (
+        (64, 4, 1, 6),
+        (128, 4, 1, 3),
+        (128, 4, 2, 3),
+        (128, 8, 1, 3),
+        (128, 4, 3, 3),
+        (64, 4, 3, 4),
+        (64, 4, 3, 6),
+        (128, 8, 3, 2),
+    )
 )
 
 
@@ -84,9 +92,14 @@ def _scores_kernel(
         safe = tl.where(seen, entry, 0)
         block = tl.load(tables_ptr + t * NB + safe // EPB, mask=seen, other=0).to(tl.int64)
         # What is not seen reads some row; its score is replaced below.
-        row = keys_ptr + (block * EPB + safe % EPB)[:, None, None] * ROW
-        codes = tl.load(row + group[None, :, None] * 16 + in_group[None, None, :])
-        scale = tl.load(row + HALF + group[None, :, None])
+        row = keys_ptr + (block * EPB + safe % EPB) * ROW
+        codes = tl.load(row[:, None, None] + group[None, :, None] * 16 + in_group[None, None, :])
+        if HALF == 64:
+            # All four scales of a key as one word: loads of single bytes are never pipelined.
+            word = tl.load((row + HALF).to(tl.pointer_type(tl.int32), bitcast=True))
+            scale = (word[:, None, None] >> (group * 8)[None, :, None]) & 255
+        else:
+            scale = tl.load((row + HALF)[:, None, None] + group[None, :, None])
         scale = tl.broadcast_to(ue8m0_value(scale), [KEYS, HALF // 16, 16])
         even, odd = e2m1_planes(codes, scale, FAST)
         dots = tl.dot(tl.reshape(even, [KEYS, HALF]), q_even, input_precision="ieee")

@@ -72,6 +72,19 @@ _INVARIANT = {
     "any": LinearLaunch(rows=64, columns=128, programs=396, warps=4, stages=4, block=16),
 }
 
+# What `bench/gpu_decode.py --tune` times: for one row, and for more.
+BENCHED_ONE = tuple(
+    LinearLaunch(rows=rows, columns=256, programs=programs, warps=warps, stages=2)
+    for rows, programs, warps in ((32, 1056, 4), (32, 1056, 8), (64, 1056, 4), (16, 1056, 4))
+)
+BENCHED = tuple(
+    LinearLaunch(rows=rows, columns=columns, programs=programs, warps=warps, stages=stages)
+    for rows, columns, programs, warps, stages in (
+        (64, 128, 396, 4, 4), (64, 128, 528, 4, 4), (32, 128, 528, 4, 4), (128, 128, 264, 4, 3),
+        (128, 128, 264, 8, 3), (128, 128, 264, 8, 4), (64, 256, 264, 8, 3), (128, 128, 528, 8, 3),
+    )
+)  # fmt: skip
+
 
 class LinearUnsupportedError(ValueError):
     """These inputs cannot run in the kernel; the message names the field and its value."""
@@ -225,6 +238,8 @@ def linear_fp8(
     reason = linear_unsupported(x, weight, groups, round_output)
     if reason is None and turn is not None and (head_dim < 1 or len(weight) % head_dim):
         reason = f"head_dim: {head_dim}, expected a divisor of {len(weight)} outputs"
+    if reason is None and scales is not None and scales.data_ptr() % 4:
+        reason = "scales: read as words, so their address must be a multiple of 4"
     if reason is not None:
         raise LinearUnsupportedError(f"linear_fp8: {reason}")
     tokens, (outputs, width) = len(x), weight.shape

@@ -52,7 +52,10 @@ class Routing(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RouteLaunch:
-    """Rows and columns of the matrix per step, programs aimed at; the rest as `LinearLaunch`."""
+    """Rows and columns of the matrix per step, programs aimed at; the rest as `LinearLaunch`.
+
+    apart  the choice is a second launch with a program per token, the last of which makes the lists
+    """
 
     rows: int
     columns: int
@@ -60,6 +63,7 @@ class RouteLaunch:
     warps: int
     stages: int
     block: int = 0
+    apart: bool = False
     overlap: int = 0
 
 
@@ -73,6 +77,17 @@ _LAUNCH: dict[str, tuple[RouteLaunch, RouteLaunch]] = {
 _INVARIANT = {
     "any": RouteLaunch(rows=32, columns=128, programs=32, warps=8, stages=3, block=16),
 }
+
+# What `bench/gpu_decode.py --tune` times, and the compiled tests run.
+BENCHED = tuple(
+    RouteLaunch(
+        rows=rows, columns=columns, programs=programs, warps=warps, stages=3, apart=apart
+    )
+    for rows, columns, programs, warps, apart in (
+        (32, 128, 32, 8, True), (32, 128, 96, 4, True), (16, 256, 120, 4, True),
+        (32, 256, 64, 4, True), (32, 128, 32, 8, False), (16, 256, 128, 4, False),
+    )
+)  # fmt: skip
 
 
 class RouteUnsupportedError(ValueError):
@@ -127,7 +142,7 @@ def _route_kernel(
     KEPT: tl.constexpr, BX: tl.constexpr, BK: tl.constexpr, BM: tl.constexpr,
     SPLITS: tl.constexpr, EVEN: tl.constexpr, IS_ROW: tl.constexpr,
     TB: tl.constexpr, XP: tl.constexpr, PP: tl.constexpr, PADDED: tl.constexpr,
-    OVERLAP: tl.constexpr, UPCAST: tl.constexpr,
+    APART: tl.constexpr, OVERLAP: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     tile, split = tl.program_id(0), tl.program_id(1)
     place = tile * BX + tl.arange(0, BX)
@@ -149,7 +164,10 @@ def _route_kernel(
             )  # fmt: skip
         at = (split * T + row)[:, None] * X + place[None, :]
         tl.store(part_ptr + at, acc, mask=(row < T)[:, None] & (place < X)[None, :])
-    if last_to_arrive(count_ptr, tl.num_programs(0) * SPLITS):
+    is_last = False
+    if not APART:
+        is_last = last_to_arrive(count_ptr, tl.num_programs(0) * SPLITS)
+    if is_last:
         e = tl.arange(0, XP)
         bias = tl.load(bias_ptr + e, mask=e < X, other=0.0)
         tl.store(active_ptr + e, tl.full([XP], -1, tl.int32), mask=e < slots)
@@ -171,16 +189,19 @@ def _route_kernel(
             biased = tl.where((e < X)[None, :], score + bias[None, :], float("-inf"))
             biased = tl.where(biased == biased, biased, float("-inf"))
             total = tl.zeros([TB], tl.float32)
+            taken = tl.zeros([TB, XP], tl.int32)
             for j in tl.static_range(KEPT):
                 best = tl.max(biased, axis=1)
                 # Without a comparable score (all NaN) the lowest ids are taken; weights are NaN.
-                chosen = tl.min(tl.where(biased == best[:, None], e[None, :], XP), axis=1)
+                free = (biased == best[:, None]) & (taken == 0)
+                chosen = tl.min(tl.where(free, e[None, :], XP), axis=1)
                 is_chosen = e[None, :] == chosen[:, None]
                 weight = tl.sum(tl.where(is_chosen, score, 0.0), axis=1)
                 total += weight
                 tl.store(ids_ptr + t * KEPT + j, chosen, mask=t < T)
                 tl.store(weights_ptr + t * KEPT + j, weight, mask=t < T)
                 biased = tl.where(is_chosen, float("-inf"), biased)
+                taken += is_chosen.to(tl.int32)
             tl.debug_barrier()
             for j in tl.static_range(KEPT):
                 at_weight = weights_ptr + t * KEPT + j
@@ -215,6 +236,87 @@ def _route_kernel(
         tl.store(active_ptr + slot, e, mask=(present > 0) & (e < X))
 
 
+@triton.jit
+def _bits_of(word):
+    """Return how many of the low 16 bits of an int32 are set."""
+    word = word - ((word >> 1) & 0x5555)
+    word = (word & 0x3333) + ((word >> 2) & 0x3333)
+    word = (word + (word >> 4)) & 0x0F0F
+    return (word + (word >> 8)) & 31
+
+
+@triton.jit
+def _choose_kernel(
+    bias_ptr, part_ptr, count_ptr,
+    ids_ptr, weights_ptr, order_ptr, rank_ptr, starts_ptr, active_ptr,
+    T, X, slots, scaling, splits,
+    KEPT: tl.constexpr, KP: tl.constexpr, WORDS: tl.constexpr, XP: tl.constexpr, PP: tl.constexpr,
+    PADDED: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """The second launch of `apart`: a program chooses for one token, the last makes the lists.
+
+    Behind the counter lie WORDS rows of X words: bit t % 16 of word [t // 16, e] says that token t
+    chose expert e. So a pair's place in `order` is a count of bits, and no pair meets another.
+    """
+    wait_for_earlier(OVERLAP > 0)
+    t = tl.program_id(0)
+    e, j = tl.arange(0, XP), tl.arange(0, KP)
+    chosen_ptr = count_ptr + 1
+    step = tl.arange(0, PADDED)[:, None]
+    part = part_ptr + (step * T + t) * X + e[None, :]
+    part = tl.load(part, mask=(step < splits) & (e < X)[None, :], other=0.0)
+    score = _sqrt_softplus(tl.sum(part, axis=0))
+    biased = score + tl.load(bias_ptr + e, mask=e < X, other=0.0)
+    biased = tl.where((e < X) & (biased == biased), biased, float("-inf"))
+    ids = tl.full([KP], XP, tl.int32)
+    weights = tl.zeros([KP], tl.float32)
+    taken = tl.zeros([XP], tl.int32)
+    for kept in tl.static_range(KEPT):
+        best = tl.max(biased, axis=0)
+        # Without a comparable score (all NaN) the lowest ids are taken; weights are NaN.
+        chosen = tl.min(tl.where((biased == best) & (taken == 0), e, XP), axis=0)
+        weight = tl.sum(tl.where(e == chosen, score, 0.0), axis=0)
+        ids = tl.where(j == kept, chosen, ids)
+        weights = tl.where(j == kept, weight, weights)
+        biased = tl.where(e == chosen, float("-inf"), biased)
+        taken += (e == chosen).to(tl.int32)
+    weights = weights / (tl.sum(weights, axis=0) + 1e-20) * scaling
+    own = t * KEPT + j
+    tl.store(ids_ptr + own, ids, mask=j < KEPT)
+    tl.store(weights_ptr + own, weights, mask=j < KEPT)
+    rank = tl.sum((ids[None, :] < ids[:, None]).to(tl.int32), axis=1)
+    tl.store(rank_ptr + own, rank, mask=j < KEPT)
+    bit = tl.zeros([KP], tl.int32) + (1 << (t % 16))
+    tl.atomic_or(chosen_ptr + (t // 16) * X + ids, bit, mask=j < KEPT)
+    if last_to_arrive(count_ptr, T):
+        counts = tl.zeros([XP], tl.int32)
+        for word in tl.static_range(WORDS):
+            bits = tl.load(chosen_ptr + word * X + e, mask=e < X, other=0, cache_modifier=".cg")
+            counts += _bits_of(bits)
+        ends = tl.cumsum(counts, axis=0)
+        tl.store(starts_ptr + e, ends - counts, mask=e < X)
+        tl.store(starts_ptr + e + 1, ends, mask=e == X - 1)
+        tl.store(active_ptr + e, tl.full([XP], -1, tl.int32), mask=e < slots)
+        tl.debug_barrier()
+        present = (counts > 0).to(tl.int32)
+        slot = tl.cumsum(present, axis=0) - 1
+        tl.store(active_ptr + slot, e, mask=(present > 0) & (e < X))
+        p = tl.arange(0, PP)
+        there = p < T * KEPT
+        expert = tl.load(ids_ptr + p, mask=there, other=0, cache_modifier=".cg")
+        token = p // KEPT
+        place = tl.load(starts_ptr + expert, mask=there, other=0, cache_modifier=".cg")
+        for word in tl.static_range(WORDS):
+            at = chosen_ptr + word * X + expert
+            bits = tl.load(at, mask=there, other=0, cache_modifier=".cg")
+            below = tl.minimum(tl.maximum(token - word * 16, 0), 16)
+            place += _bits_of(bits & ((1 << below) - 1))
+        tl.store(order_ptr + place, p, mask=there)
+        tl.debug_barrier()
+        for word in tl.static_range(WORDS):
+            tl.store(chosen_ptr + word * X + e, tl.zeros([XP], tl.int32), mask=e < X)
+
+
 def route_unsupported(x: Tensor, weight: Tensor, k: int) -> str | None:
     """Return why `route` cannot take these inputs, or None."""
     if len(x) > MAX_TOKENS:
@@ -227,7 +329,7 @@ def route_unsupported(x: Tensor, weight: Tensor, k: int) -> str | None:
 
 
 class RouteScratch(NamedTuple):
-    """Partial logits and the counter of one chain of launches that do not overlap."""
+    """Partial logits, and a counter with the bits behind it, of launches that do not overlap."""
 
     parts: Tensor
     counter: Tensor
@@ -235,7 +337,10 @@ class RouteScratch(NamedTuple):
 
 def route_scratch(tokens: int, experts: int, device: torch.device | str) -> RouteScratch:
     """Return scratch that serves up to `tokens` tokens and 32 splits of the columns."""
-    return RouteScratch(torch.empty(32 * tokens * experts, device=device), counters(device, 1))
+    bits = -(-tokens // 16) * experts
+    return RouteScratch(
+        torch.empty(32 * tokens * experts, device=device), counters(device, 1 + bits)
+    )
 
 
 def route_launch(tokens: int, device: torch.device, invariant: bool = False) -> RouteLaunch:
@@ -291,7 +396,14 @@ def route(
         BM=block, SPLITS=splits, EVEN=channels == splits * chunk, IS_ROW=block == 1,
         TB=max(least, min(triton.next_power_of_2(tokens), 4096 // padded)), XP=padded,
         PP=triton.next_power_of_2(tokens * k), PADDED=triton.next_power_of_2(splits),
-        UPCAST=is_interpreted(_route_kernel),
+        APART=launch.apart, UPCAST=is_interpreted(_route_kernel),
         num_warps=launch.warps, num_stages=launch.stages, **overlap_of(launch.overlap, x.device),
     )  # fmt: skip
+    if launch.apart:
+        _choose_kernel[(tokens,)](
+            bias, *scratch, *found, tokens, experts, slots, scaling, splits,
+            KEPT=k, KP=max(2, triton.next_power_of_2(k)), WORDS=-(-tokens // 16), XP=padded,
+            PP=triton.next_power_of_2(tokens * k), PADDED=triton.next_power_of_2(splits),
+            num_warps=1 if padded <= 128 else 4, **overlap_of(launch.overlap, x.device),
+        )  # fmt: skip
     return found

@@ -278,6 +278,23 @@ def row_product(
 
 
 @triton.jit
+def _codes_of_words(s_ptr, at, BN: tl.constexpr, G: tl.constexpr):
+    """Return the scale codes [G, BN] int32 of G groups in a row; G is a multiple of 4.
+
+    at  [BN] byte offset of the first, a multiple of 4
+
+    A load of one byte per element is never pipelined, so each step would wait for memory. Words
+    are, and a thread gets the four codes of its rows in one register.
+    """
+    Q: tl.constexpr = G // 4
+    words = (s_ptr + at[None, :] + tl.arange(0, Q)[:, None] * 4).to(
+        tl.pointer_type(tl.int32), bitcast=True
+    )
+    byte = tl.arange(0, 4)[None, :, None] * 8
+    return tl.reshape((tl.load(words)[:, None, :] >> byte) & 255, (G, BN))
+
+
+@triton.jit
 def tile_product(
     x_ptr, rows, inside, w_ptr, s_ptr, n, k_begin, k_end, K,
     KIND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
@@ -301,7 +318,10 @@ def tile_product(
             there = tl.broadcast_to(k + g[:, None] * 32 < k_end, (G, BN))
             if EVEN:
                 keep_x = tl.broadcast_to(inside[:, None], (BM, G * 16))
-                codes = tl.load(s_ptr + at_s + k // 32)
+                if BK % 128 == 0:
+                    codes = _codes_of_words(s_ptr, n * (K // 32) + k // 32, BN, G)
+                else:
+                    codes = tl.load(s_ptr + at_s + k // 32)
             else:
                 keep_x = inside[:, None] & (k + (half // 16) * 32 < k_end)[None, :]
                 codes = tl.load(s_ptr + at_s + k // 32, mask=there, other=127)
@@ -321,7 +341,10 @@ def tile_product(
             if EVEN:
                 keep_x = tl.broadcast_to(inside[:, None], (BM, BK))
                 w = tl.load(w_ptr + at_w + k)
-                codes = tl.load(s_ptr + at_s + k // 32)
+                if BK % 128 == 0:
+                    codes = _codes_of_words(s_ptr, (n // 32) * (K // 32) + k // 32, BN, G)
+                else:
+                    codes = tl.load(s_ptr + at_s + k // 32)
             else:
                 keep_x = inside[:, None] & (k + across < k_end)[None, :]
                 there = tl.broadcast_to(k + g[:, None] * 32 < k_end, (G, BN))

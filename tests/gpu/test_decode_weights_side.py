@@ -14,6 +14,10 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 pytest.importorskip("triton", reason="triton is not installed")
 
+from finwhale.decode_kernels import experts_w4 as experts_file
+from finwhale.decode_kernels import hyper_site as site_file
+from finwhale.decode_kernels import linear_fp8 as linear_file
+from finwhale.decode_kernels import route as route_file
 from finwhale.decode_kernels.engram_gate import engram_gather, engram_gather_ref
 from finwhale.decode_kernels.experts_w4 import (
     ExpertWeights,
@@ -102,9 +106,41 @@ def test_experts_at_released_widths(tokens, released):
     routing, want = route(z, gate, bias, 6, 1.5), route_ref(z, gate, bias, 6, 1.5)
     assert float((routing.ids != want.ids).float().mean()) < 0.02  # near-ties of the sums
     x = round_fp8(z)
-    got = experts_w4(x, routing, released, LIMIT)
-    assert relative(got, experts_w4_ref(x, routing, released, LIMIT)) < 5e-3
-    assert torch.equal(got, experts_w4(x, routing, released, LIMIT))
+    want = experts_w4_ref(x, routing, released, LIMIT)
+    for launch in (None, *(experts_file.BENCHED if tokens in (1, 33) else ())):
+        got = experts_w4(x, routing, released, LIMIT, launch)
+        assert relative(got, want) < 5e-3, launch
+        assert torch.equal(got, experts_w4(x, routing, released, LIMIT, launch)), launch
+    wrong = released._replace(down_scales=released.down_scales + 1)
+    assert relative(experts_w4(x, routing, wrong, LIMIT), want) > 0.1
+
+
+@pytest.mark.parametrize("tokens", [2, 17, 64])
+@pytest.mark.parametrize("experts", [96, 384])
+def test_every_launch_of_the_router_makes_the_same_lists(tokens, experts):
+    z = torch.randn(tokens, WIDE, device=DEVICE).bfloat16()
+    gate = (torch.randn(experts, WIDE, device=DEVICE) * WIDE**-0.5).bfloat16()
+    bias = torch.randn(experts, device=DEVICE) * 0.01
+    scratch = route_file.route_scratch(tokens, experts, DEVICE)
+    for launch in route_file.BENCHED:
+        for _ in range(2):
+            got = route(z, gate, bias, 6, 1.5, launch, scratch)
+            want = route_file.routing_lists(got.ids, got.weights, experts)
+            assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), launch
+            assert not scratch.counter.any()
+        ref = route_ref(z, gate, bias, 6, 1.5)
+        assert float((got.ids != ref.ids).float().mean()) < 0.02, launch
+        same = (got.ids == ref.ids).all(1)
+        torch.testing.assert_close(got.weights[same], ref.weights[same], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("tokens", [8, 64])
+def test_every_launch_of_a_product_agrees(tokens):
+    x, (codes, scales) = activations(tokens, WIDE), fp8(1792, WIDE)
+    want = linear_fp8_ref(x, codes, scales, out_dtype=torch.float32)
+    for launch in linear_file.BENCHED:
+        got = linear_fp8(x, codes, scales, out_dtype=torch.float32, launch=launch)
+        assert relative(got, want) < 2e-5, launch
 
 
 def test_the_last_experts_lie_beyond_32_bit_offsets(released):
@@ -133,14 +169,16 @@ def test_site_at_released_width(tokens, parts):
         torch.randn(WIDE, device=DEVICE).bfloat16(),
     )
     numbers = {"iterations": 20, "norm_eps": 1e-20, "eps": 1e-6}
-    mine, his = streams.clone(), streams.clone()
-    got = hyper_site(mine, rows, before, incoming, site, **numbers)
+    his = streams.clone()
     want = hyper_site_ref(his, rows, before, incoming, site, **numbers)
-    assert relative(mine, his) < 1e-3
-    assert relative(got.x, want.x) < 2e-3
-    assert torch.equal(got.x_rounded, round_fp8(got.x))
-    for a, b in zip(got.mix, want.mix, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+    for launch in (None, *(site_file.BENCHED if parts == 7 else ())):
+        mine = streams.clone()
+        got = hyper_site(mine, rows, before, incoming, site, **numbers, launch=launch)
+        assert relative(mine, his) < 1e-3, launch
+        assert relative(got.x, want.x) < 2e-3, launch
+        assert torch.equal(got.x_rounded, round_fp8(got.x)), launch
+        for a, b in zip(got.mix, want.mix, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
 
 def test_engram_rows_beyond_32_bit_offsets():

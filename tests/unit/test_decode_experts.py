@@ -19,11 +19,13 @@ from finwhale.decode_kernels.experts_w4 import (
     experts_w4_ref,
 )
 from finwhale.decode_kernels.route import (
+    RouteLaunch,
     RouteUnsupportedError,
     Routing,
     route,
     route_launch,
     route_ref,
+    route_scratch,
     routing_lists,
 )
 from finwhale.decode_kernels.tiles import pack_fp4_tiles, unpack_fp4_tiles
@@ -33,6 +35,8 @@ from finwhale.ops.weight_formats import quantize_weight
 SLOW = pytest.mark.slow  # in the interpreter; compiled they are fast
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LIMIT = 10.0
+APART = RouteLaunch(rows=32, columns=32, programs=8, warps=4, stages=2, apart=True)
+LAUNCHES = pytest.mark.parametrize("launch", [None, APART], ids=["table", "apart"])
 
 
 def generator(seed):
@@ -229,6 +233,9 @@ def test_empty_and_refused_experts():
     assert experts_w4(x[:0], none, w, LIMIT).shape == (0, 3, 32)
     with pytest.raises(ExpertsUnsupportedError, match="gate_up"):
         experts_w4(rows(1, 64), routing, w, LIMIT)
+    odd = torch.cat([w.down_scales.flatten()[:1], w.down_scales.flatten()])[1:]
+    with pytest.raises(ExpertsUnsupportedError, match="multiples of 4"):
+        experts_w4(x, routing, w._replace(down_scales=odd.view(w.down_scales.shape)), LIMIT)
 
 
 def logits_inputs(tokens, experts, channels, seed=0):
@@ -246,55 +253,105 @@ def same_routing(got: Routing, want: Routing):
 
 @pytest.mark.parametrize(
     ("tokens", "experts", "k", "channels"),
-    [(1, 7, 3, 96), (1, 384, 6, 512), (3, 96, 6, 64), (63, 33, 2, 32), (64, 5, 5, 64)],
+    [
+        (1, 7, 3, 96),
+        (1, 384, 6, 512),
+        (3, 96, 6, 64),
+        (17, 40, 1, 32),
+        (63, 33, 2, 32),
+        (64, 5, 5, 64),
+    ],
 )
-def test_route_equals_the_reference(tokens, experts, k, channels):
+@LAUNCHES
+def test_route_equals_the_reference(tokens, experts, k, channels, launch):
     x, w, bias = logits_inputs(tokens, experts, channels)
-    same_routing(route(x, w, bias, k, 1.5), route_ref(x, w, bias, k, 1.5))
+    same_routing(route(x, w, bias, k, 1.5, launch), route_ref(x, w, bias, k, 1.5))
 
 
-def test_route_takes_the_lowest_id_of_equal_scores_and_ignores_nan():
+@LAUNCHES
+def test_route_without_a_comparable_score_takes_the_lowest_ids_once(launch):
+    x, w, bias = logits_inputs(3, 12, 64)
+    want = route(x, w, bias, 4, 1.5, launch)
+    x[1] = torch.nan
+    found = route(x, w, bias, 4, 1.5, launch)
+    assert found.ids[1].tolist() == [0, 1, 2, 3]
+    assert found.rank.view(3, 4)[1].tolist() == [0, 1, 2, 3]
+    assert found.weights[1].isnan().all()
+    assert torch.equal(found.ids[::2], want.ids[::2])
+    assert sorted(found.order.tolist()) == list(range(12))
+
+
+@LAUNCHES
+def test_route_takes_the_lowest_id_of_equal_scores_and_ignores_nan(launch):
     x, w, bias = logits_inputs(2, 40, 64)
     w[8:24] = w[5]
     bias = torch.zeros_like(bias)
     bias[5:24] += 3
-    found = route(x, w, bias, 6, 1.5)
+    found = route(x, w, bias, 6, 1.5, launch)
     assert [sorted(row) for row in found.ids.tolist()] != [list(range(8, 14))] * 2
     assert set(found.ids.flatten().tolist()) <= set(range(5, 14))
     same_routing(found, route_ref(x, w, bias, 6, 1.5))
     bias[12] = torch.nan
-    assert 12 not in route(x, w, bias, 6, 1.5).ids.flatten().tolist()
+    assert 12 not in route(x, w, bias, 6, 1.5, launch).ids.flatten().tolist()
 
 
 @pytest.mark.parametrize("size", [-30.0, -17.0, 0.0, 25.0])
-def test_scores_far_from_zero_keep_their_ratios(size):
+@LAUNCHES
+def test_scores_far_from_zero_keep_their_ratios(size, launch):
     """Weights are s / sum(s) * 1.5 with s = sqrt(softplus), in float64."""
     x = torch.full((1, 32), size / 32).bfloat16()
     w = torch.arange(1, 5)[:, None].expand(4, 32).bfloat16() / 2
-    found = route(x.to(DEVICE), w.contiguous().to(DEVICE), torch.zeros(4, device=DEVICE), 4, 1.5)
+    zero = torch.zeros(4, device=DEVICE)
+    found = route(x.to(DEVICE), w.contiguous().to(DEVICE), zero, 4, 1.5, launch)
     logit = (x.double() @ w.double().T)[0]
     s = torch.log1p(logit.exp()).sqrt()
     want = (s / s.sum() * 1.5)[found.ids[0].long().cpu()]
     torch.testing.assert_close(found.weights[0].double().cpu(), want, rtol=2e-5, atol=0)
 
 
-def test_bias_picks_and_never_scales():
+@LAUNCHES
+def test_bias_picks_and_never_scales(launch):
     x, w, bias = logits_inputs(4, 12, 64)
-    plain = route(x, w, torch.zeros_like(bias), 3, 1.5)
-    assert not torch.equal(route(x, w, bias * 20, 3, 1.5).ids, plain.ids)
-    shifted = route(x, w, torch.full_like(bias, 7.0), 3, 1.5)
+    plain = route(x, w, torch.zeros_like(bias), 3, 1.5, launch)
+    assert not torch.equal(route(x, w, bias * 20, 3, 1.5, launch).ids, plain.ids)
+    shifted = route(x, w, torch.full_like(bias, 7.0), 3, 1.5, launch)
     torch.testing.assert_close(shifted.weights.sort().values, plain.weights.sort().values)
 
 
 def test_route_leaves_nothing_behind_and_refuses_what_it_cannot_hold():
     x, w, bias = logits_inputs(2, 33, 64)
-    first, second = route(x, w, bias, 2, 1.5), route(x, w, bias, 2, 1.5)
-    same_routing(first, second)
+    for launch in (None, APART):
+        scratch = route_scratch(2, 33, x.device)  # counters and bits of both calls
+        first = route(x, w, bias, 2, 1.5, launch, scratch)
+        second = route(x.flip(0), w, bias, 2, 1.5, launch, scratch)
+        same_routing(second, route_ref(x.flip(0), w, bias, 2, 1.5))
+        assert not torch.equal(first.ids, second.ids)
+        assert not scratch.counter.any()
     assert route(x[:0], w, bias, 2, 1.5).ids.shape == (0, 2)
     with pytest.raises(RouteUnsupportedError, match="tokens"):
         route(x.repeat(33, 1), w, bias, 2, 1.5)
     with pytest.raises(RouteUnsupportedError, match="experts"):
         route(x, w, bias, 34, 1.5)
+
+
+@pytest.mark.parametrize("columns", [128, pytest.param(256, marks=SLOW)])
+def test_scales_read_as_words_are_those_of_their_groups(columns):
+    """Four scales of a row come in one word where a step has a multiple of 128 columns."""
+    w, routing, x = weights_of(2, columns, 128), choice(2, 2, 1), rows(2, columns)
+    launch = ExpertLaunch(
+        gate_rows=32, down_rows=32, columns=64, tile_columns=columns, warps=4, stages=2
+    )
+    names = "gate_up_scales", "down_scales"
+    for name in names:  # another scale for each group of a row
+        scales = getattr(w, name)
+        w = w._replace(**{name: scales - torch.arange(scales.shape[-1], device=DEVICE).byte() % 5})
+    want = experts_w4_ref(x, routing, w, LIMIT)
+    agree(experts_w4(x, routing, w, LIMIT, launch), want)
+    for name in (*names, "shared_gate_up_scales", "shared_down_scales"):
+        scales = getattr(w, name).view(torch.uint8)
+        turned = scales.unflatten(-1, (-1, 4)).flip(-1).flatten(-2).contiguous()
+        wrong = experts_w4(x, routing, w._replace(**{name: turned}), LIMIT, launch)
+        assert not torch.allclose(wrong.float(), want.float(), rtol=0.05, atol=1e-3), name
 
 
 @SLOW

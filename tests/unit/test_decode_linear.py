@@ -122,6 +122,19 @@ def test_rounding_passes_damage_on_to_its_whole_group():
     assert got[0].isfinite().all()
 
 
+@pytest.mark.parametrize("columns", [128, 256])
+def test_scales_read_as_words_are_those_of_their_groups(columns):
+    """Four scales of a row come in one word where a step has a multiple of 128 columns."""
+    x, codes, scales = inputs(3, 64, 512)
+    scales = (scales.view(torch.uint8) - torch.arange(16, device=DEVICE).byte() % 5).contiguous()
+    launch = replace(SMALL, columns=columns)
+    want = linear_fp8_ref(x, codes, scales, out_dtype=torch.float32)
+    agree(linear_fp8(x, codes, scales, out_dtype=torch.float32, launch=launch), want)
+    turned = scales.unflatten(-1, (-1, 4)).flip(-1).flatten(-2).contiguous()
+    wrong = linear_fp8(x, codes, turned, out_dtype=torch.float32, launch=launch)
+    assert float((wrong - want).norm() / want.norm()) > 0.1
+
+
 def test_scales_matter():
     x, codes, scales = inputs(2, 64, 64)
     wrong = scales.view(torch.uint8).clone()
@@ -157,3 +170,6 @@ def test_empty_and_refused_inputs():
         linear_fp8(x[:, :48].contiguous(), codes[:, :48].contiguous(), scales)
     with pytest.raises(LinearUnsupportedError, match="round_output"):
         linear_fp8(x, codes[:40].contiguous(), scales, round_output=True)
+    odd = torch.cat([scales.view(torch.uint8).flatten()[:1], scales.view(torch.uint8).flatten()])
+    with pytest.raises(LinearUnsupportedError, match="multiple of 4"):
+        linear_fp8(x, codes, odd[1:].view(scales.shape))

@@ -24,6 +24,7 @@ from finwhale.ops.rounding import round_fp8
 
 SLOW = pytest.mark.slow  # in the interpreter; compiled they are fast
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+APART = SiteLaunch(channels=32, tokens=1, warps=4, apart=True)
 NUMBERS = {"iterations": 20, "norm_eps": 1e-20, "eps": 1e-6}
 
 
@@ -90,7 +91,9 @@ def agree(got, want):
     ],
 )
 @pytest.mark.parametrize(
-    "launch", [None, SiteLaunch(channels=32, tokens=3 + 1, warps=4)], ids=["table", "blocks"]
+    "launch",
+    [None, SiteLaunch(channels=32, tokens=3 + 1, warps=4), APART],
+    ids=["table", "blocks", "apart"],
 )
 def test_site_equals_the_reference(tokens, channels, parts, launch):
     args = inputs(tokens, channels, parts)
@@ -101,18 +104,20 @@ def test_site_equals_the_reference(tokens, channels, parts, launch):
     assert torch.equal(got[1].mix.comb, again[1].mix.comb)
 
 
-def test_site_without_an_update_leaves_the_streams():
+@pytest.mark.parametrize("launch", [None, APART], ids=["table", "apart"])
+def test_site_without_an_update_leaves_the_streams(launch):
     streams, _, _, incoming, site = inputs(2, 64)
     args = streams, None, None, incoming, site
-    got = run(hyper_site, args)
+    got = run(hyper_site, args, launch=launch)
     agree(got, run(hyper_site_ref, args))
     assert torch.equal(got[0], streams)
 
 
-def test_coefficients_by_their_definition_in_float64():
+@pytest.mark.parametrize("launch", [None, APART], ids=["table", "apart"])
+def test_coefficients_by_their_definition_in_float64(launch):
     """The formulas of section 6, steps 1 to 3, written out for one token."""
     streams, _, _, incoming, site = inputs(1, 64)
-    mix = run(hyper_site, (streams, None, None, incoming, site))[1].mix
+    mix = run(hyper_site, (streams, None, None, incoming, site), launch=launch)[1].mix
     u = streams.double().flatten()
     m = site.fn.double() @ u / (u.square().mean() + 1e-20).sqrt()
     base, scale = site.base.double(), site.scale.double()
@@ -131,13 +136,28 @@ def test_coefficients_by_their_definition_in_float64():
     torch.testing.assert_close(mix.comb[0].sum(0).cpu(), torch.ones(4), rtol=1e-5, atol=1e-5)
 
 
-def test_each_ingredient_shows_when_it_is_wrong():
+def test_a_projection_of_parts_keeps_the_bits_that_one_part_would_lose():
+    """Of numbers just above 1, bf16 alone keeps eight bits: the sums cancel to what is left."""
+    streams, _, _, incoming, site = inputs(2, 64)
+    ones = torch.ones_like(streams)
+    signs = torch.tensor([1.0, -1.0], device=DEVICE).repeat(128)
+    tiny = torch.arange(24, device=DEVICE)[:, None] * 2.0**-20
+    fn = signs * (1 + tiny * (signs > 0))  # [24, 256]: a row's sum is 128 of its tiny part
+    site = site._replace(fn=fn, scale=torch.full_like(site.scale, 64.0), base=site.base * 0)
+    mix = run(hyper_site, (ones, None, None, incoming, site), launch=APART)[1].mix
+    want = torch.sigmoid(64 * 128 * tiny[:4, 0]) + 1e-6
+    torch.testing.assert_close(mix.pre[0], want, rtol=2e-4, atol=0)  # sums of a matrix unit
+    assert float((want - want[0]).abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize("launch", [None, APART], ids=["table", "apart"])
+def test_each_ingredient_shows_when_it_is_wrong(launch):
     streams, parts, before, incoming, site = inputs(2, 64)
     want_streams, want = run(hyper_site_ref, (streams, parts, before, incoming, site))
 
     def moved(**changed):
         given = {"parts": parts, "before": before, "incoming": incoming, "site": site} | changed
-        got_streams, got = run(hyper_site, (streams, *given.values()))
+        got_streams, got = run(hyper_site, (streams, *given.values()), launch=launch)
         pairs = [(got_streams, want_streams), (got.x, want.x), *zip(got.mix, want.mix, strict=True)]
         return [float((a.float() - b.float()).norm() / b.float().norm()) > 0.02 for a, b in pairs]
 
@@ -153,20 +173,26 @@ def test_each_ingredient_shows_when_it_is_wrong():
     assert moved(site=site._replace(norm=site.norm.flip(0))) == [False, True, False, False, False]
 
 
-def test_tokens_do_not_meet_their_neighbours():
+@pytest.mark.parametrize("launch", [None, APART], ids=["table", "apart"])
+def test_tokens_do_not_meet_their_neighbours(launch):
     streams, parts, before, incoming, site = inputs(3, 64)
-    whole = run(hyper_site, (streams, parts, before, incoming, site))
+    whole = run(hyper_site, (streams, parts, before, incoming, site), launch=launch)
     streams[:2] = torch.nan
-    got = run(hyper_site, (streams, parts, before, incoming, site))
+    got = run(hyper_site, (streams, parts, before, incoming, site), launch=launch)
     assert torch.equal(got[0][2:], whole[0][2:])
     assert torch.equal(got[1].x[2:], whole[1].x[2:])
     assert got[1].x[:2].isnan().all()
 
 
-def test_invariant_tokens_do_not_know_how_many_they_are():
+def test_one_launch_serves_every_number_of_invariant_tokens():
+    device = torch.device(DEVICE)
+    assert site_launch(64, device, invariant=True) == site_launch(1, device, invariant=True)
+
+
+@pytest.mark.parametrize("launch", [None, APART], ids=["table", "apart"])
+def test_invariant_tokens_do_not_know_how_many_they_are(launch):
     streams, parts, before, incoming, site = inputs(3, 64)
-    launch = site_launch(64, streams.device, invariant=True)
-    assert launch == site_launch(1, streams.device, invariant=True)
+    launch = site_launch(64, streams.device, invariant=True) if launch is None else launch
     whole = run(hyper_site, (streams, parts, before, incoming, site), launch=launch)
     one = slice(2, 3)
     mix = HyperMix(*(t[one] for t in before))

@@ -1,0 +1,92 @@
+"""What bench/gpu_decode.py does without a GPU: launches by name, from a file, kernels by class."""
+
+import json
+import os
+import re
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+pytest.importorskip("triton", reason="the kernels need triton")
+
+from finwhale.decode_kernels import experts_w4, hyper_site, index_scores, linear_fp8, route
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+import gpu_decode
+import gpu_lines
+
+
+@pytest.mark.parametrize(
+    "launches",
+    [
+        experts_w4.BENCHED, hyper_site.BENCHED, index_scores.BENCHED, linear_fp8.BENCHED,
+        linear_fp8.BENCHED_ONE, route.BENCHED,
+    ],
+    ids=["experts", "site", "scores", "linear", "linear of one", "route"],
+)  # fmt: skip
+def test_every_launch_has_a_name_of_its_own(launches):
+    """Two of one name would be timed as one."""
+    assert list(gpu_decode.named(launches).values()) == list(launches)
+
+
+def test_launches_come_back_from_the_file_of_the_best(tmp_path):
+    file = tmp_path / "tuned.jsonl"
+    of = [
+        ("experts", 8, experts_w4.BENCHED[0]), ("experts", 8, experts_w4.BENCHED[1]),
+        ("site", 8, hyper_site.BENCHED[0]), ("route", 64, route.BENCHED[0]),
+        ("linear", 1, linear_fp8.BENCHED_ONE[0]), ("scores", 1, index_scores.BENCHED[0]),
+    ]  # fmt: skip
+    lines = [json.dumps({"tuned": name, "T": t, "launch": asdict(x)}) for name, t, x in of]
+    file.write_text("\n".join(lines))
+    assert gpu_decode.read_launches(file) == {
+        8: {"experts": experts_w4.BENCHED[1], "site": hyper_site.BENCHED[0]},
+        64: {"route": route.BENCHED[0]},
+        1: {"linear": linear_fp8.BENCHED_ONE[0]},
+    }
+
+
+def test_a_profile_is_summed_by_class_and_loses_nothing():
+    by_kernel = {
+        "_gate_up_kernel": [5.0, 2], "_down_kernel": [3.0, 2], "_streams_kernel": [1.5, 4],
+        "void at::native::copy": [0.5, 1],
+    }  # fmt: skip
+    assert gpu_decode.classes_of(by_kernel) == {
+        "experts": [8.0, 4], "sites": [1.5, 4], "other": [0.5, 1],
+    }  # fmt: skip
+
+
+def test_every_kernel_of_the_room_has_its_class():
+    """One that was renamed or is new would silently count as torch's own."""
+    folder = Path(experts_w4.__file__).parent
+    source = "\n".join(file.read_text(encoding="utf-8") for file in folder.glob("*.py"))
+    names = [kernel for kernels in gpu_decode.CLASSES.values() for kernel in kernels]
+    assert sorted(names) == sorted(re.findall(r"^def (_\w+_kernel)\(", source, re.MULTILINE))
+
+
+def test_a_form_that_fails_says_why_and_the_rest_goes_on(monkeypatch, capsys):
+    monkeypatch.setattr(gpu_lines, "graph_of", lambda calls: type("G", (), {"replay": calls[0]}))
+    monkeypatch.setattr(gpu_lines, "times_of", lambda run, n: [float(run())] * n)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    lines = gpu_lines.GpuLines(None, 1e9)
+    lines.read_gbs, lines.bf16_tflops = 1000.0, 100.0
+
+    def absent():
+        raise ImportError("no peer")
+
+    forms = {"chosen": [lambda: 8], "tuned": [lambda: 6], "peer": [lambda: 1], "peer b": absent}
+    best = lines.compare("name", {"T": 3}, forms, 3e6, 1e8, check=lambda x: x + 1)
+    assert best == ("tuned", 6.0)
+    said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [x.get("us") for x in said] == [8.0, 6.0, 1.0, None, 6.0]
+    assert said[0]["floor_us"] == 3.0
+    assert said[0]["ratio"] == 2.67
+    assert said[0]["check"] == 9
+    assert said[3]["failed"] == "ImportError: no peer"
+    lines.limit_s = -1.0
+    assert lines.compare("name", {}, forms, 1.0) is None
+    assert json.loads(capsys.readouterr().out.splitlines()[0])["skipped"] == "time limit"
