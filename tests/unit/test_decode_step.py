@@ -35,7 +35,7 @@ from tests.stored_models import prefilled, small_config, stored_model
 DEVICE = "cpu"
 TOLERANCE = 1e-5  # the interpreter sums as the model does
 slow = pytest.mark.slow
-pytestmark = pytest.mark.timeout(240)  # the interpreter on a busy machine
+pytestmark = pytest.mark.timeout(600)  # the interpreter on a busy machine
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6, 5, 3, 5, 8, 9], [7]]
 
 
