@@ -276,7 +276,8 @@ def _streams_kernel(
             c2 = tl.load(comb_ptr + token * 16 + 8 + j, mask=inside, other=0.0)
             c3 = tl.load(comb_ptr + token * 16 + 12 + j, mask=inside, other=0.0)
             post = tl.load(post_ptr + token * 4 + j, mask=inside, other=0.0)
-            mixed = (c0[:, None] * s0 + c1[:, None] * s1) + (c2[:, None] * s2 + c3[:, None] * s3)
+            mixed = c0[:, None] * s0 + c1[:, None] * s1
+            mixed = mixed + c2[:, None] * s2 + c3[:, None] * s3  # in the order of the reference
             u = to_bf16(post[:, None] * y + mixed, UPCAST)
             tl.store(streams_ptr + at + j * C, u.to(streams_ptr.dtype.element_ty), mask=keep)
         else:
