@@ -28,6 +28,8 @@ class EngineConfig:
     max_waiting        requests that may queue; one more is refused
     prefill            "exact": the decoder on the trailing rows that exactness needs. "bounded":
                        the approximation A01. "full": all layers on all tokens
+    trim_rows          each layer runs on the rows that a later one still reads; off: on all rows of
+                       a start, the slow definition. The bits are the same
     prefix_cache       keep full blocks for later prompts
     snapshot_bytes     memory for windows at block ends: a hit that finds one replays nothing
     snapshot_lifetime_s  time since they were last of use, after which they are forgotten
@@ -46,6 +48,7 @@ class EngineConfig:
     max_batch_tokens: int = 256
     max_waiting: int = 1024
     prefill: str = "exact"
+    trim_rows: bool = True
     prefix_cache: bool = True
     snapshot_bytes: int = 256 << 20
     snapshot_lifetime_s: float = 600.0

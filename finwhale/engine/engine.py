@@ -37,9 +37,10 @@ from finwhale.config import ConfigError
 from finwhale.config.engine import EngineConfig
 from finwhale.engine.hand_over import HandOver, HandOverError, decode, encode, read_sequence
 from finwhale.engine.invariance import broken_promises, engine_ops
+from finwhale.engine.live_rows import Work
 from finwhale.engine.prefill import encoder_only_unsupported
 from finwhale.engine.request import RequestError, RequestOutput, SamplingParams, TokenResult
-from finwhale.engine.runner import Runner, Work, with_ops
+from finwhale.engine.runner import Runner, with_ops
 from finwhale.engine.sampler import choice_seed, sample_batch, token_logprobs
 from finwhale.engine.scheduler import Scheduler
 from finwhale.engine.sequence import Sequence

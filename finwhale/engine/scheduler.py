@@ -31,9 +31,9 @@ from finwhale.cache.paged_pools import PagedPools
 from finwhale.cache.prefix_index import Match, PrefixIndex
 from finwhale.cache.prefix_key import block_key
 from finwhale.config.engine import EngineConfig
+from finwhale.engine.live_rows import Work
 from finwhale.engine.paged_pass import RowSpan
 from finwhale.engine.prefill import exact_decoder_rows, exact_encoder_rows
-from finwhale.engine.runner import Work
 from finwhale.engine.sequence import Sequence
 from finwhale.telemetry import get_logger
 from finwhale.tiers.tier import Tier
@@ -292,9 +292,11 @@ class Scheduler:
 
     def _decoder_rows(self, length: int) -> int:
         """Return the first row that the decoder reads for an exact start."""
+        return max(0, self._last_block_end(length) - self.decoder_tail)
+
+    def _last_block_end(self, length: int) -> int:
         # Of a prompt of whole blocks a later request can match all blocks but the last.
-        size = self.config.block_size
-        return max(0, (length - 1) // size * size - self.decoder_tail)
+        return (length - 1) // self.config.block_size * self.config.block_size
 
     def _plan_start(self, sequence: Sequence, saved: int) -> bool:
         """Return whether to restore saved windows, having decided where a sequence begins.
@@ -308,6 +310,9 @@ class Scheduler:
         bounded  The last window's rows of the hit run again, and the decoder on the last window
                  of the prompt: A01.
         full     From the start, all layers.
+
+        With `trim_rows` a layer runs on what is needed of these rows alone (`live_rows.py`), so
+        windows are whole from there on that the plan aims at, and not before.
         """
         length, stored, multiple = (
             len(sequence.tokens),
@@ -315,7 +320,8 @@ class Scheduler:
             self.pools.layout.ratio_multiple,
         )
         sequence.exact_from = 0
-        if self.config.prefill == "full" or sequence.wants_prompt_results:
+        is_read_whole = self.config.prefill == "full" or sequence.wants_prompt_results
+        if is_read_whole:
             start = decoder = 0
         elif self.config.prefill == "bounded":
             start, decoder = max(0, stored - self.window), max(0, length - self.window)
@@ -337,6 +343,13 @@ class Scheduler:
                 sequence.exact_from = start + self.encoder_tail
             if decoder_floor and not (is_restored and decoder == saved):
                 sequence.exact_from = max(sequence.exact_from, decoder + self.decoder_tail)
+        sequence.encoder_whole = sequence.decoder_whole = None
+        if self.config.trim_rows and self.config.prefill == "exact" and not is_read_whole:
+            end = self._last_block_end(length)
+            # W - 1 rows per layer, one less than `decoder_tail`, whose last query nobody asks.
+            sequence.encoder_whole = min(stored, max(decoder, end - self.decoder_tail + 1))
+            sequence.decoder_whole = end
+            sequence.exact_from = max(sequence.encoder_whole, end)
         sequence.num_computed, sequence.encoder_floor = start, floor
         sequence.decoder_start, sequence.decoder_floor = decoder, decoder_floor
         return is_restored
@@ -375,6 +388,8 @@ class Scheduler:
             decoder_start=sequence.decoder_start,
             decoder_floor=sequence.decoder_floor,
             first_logits=first_logits,
+            encoder_whole=sequence.encoder_whole,
+            decoder_whole=sequence.decoder_whole,
         )
 
     def computed(self, sequence: Sequence, stop: int) -> None:
