@@ -50,7 +50,7 @@ from finwhale.tiers.tier import Tier
 
 logger = get_logger("engine")
 # What the bytes of a block mean; raised by whatever changes global KV for the same tokens.
-_KV_VERSION = 1
+_KV_VERSION = 2
 # Opens the slower tier of the prefix cache for a namespace digest and a block's groups in bytes.
 OpenTier = Callable[[bytes, tuple[int, ...]], Tier]
 

@@ -24,6 +24,11 @@ from torch import Tensor
 from finwhale.kernels.fused_numba import _array, _constant, _empty, _sigmoid, exponential
 
 
+def compiler_features() -> str:
+    """Return the processor's features as the compiler sees them, "+name,-name,..."."""
+    return vars(numba_config)["CPU_FEATURES"] or binding.get_host_cpu_features().flatten()
+
+
 def compiled_for() -> str:
     """Return what decides the machine code of the kernels, and with it the order of their sums.
 
@@ -31,9 +36,8 @@ def compiled_for() -> str:
     their place; two machines of one instruction set may differ.
     """
     set_here = vars(numba_config)  # made at import, from the environment
-    features = set_here["CPU_FEATURES"] or binding.get_host_cpu_features().flatten()
     model = set_here["CPU_NAME"] or binding.get_host_cpu_name()
-    digest = hashlib.sha256(features.encode()).hexdigest()[:16]
+    digest = hashlib.sha256(compiler_features().encode()).hexdigest()[:16]
     return f"llvmlite {llvmlite.__version__} {model} {digest} -O{set_here['OPT']}"
 
 
