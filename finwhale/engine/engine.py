@@ -106,7 +106,10 @@ class Engine:
             # A tier outlives the process, and may be carried to another machine.
             numerics=f"{model.numerics} {reads.name} {self.config.batch_invariant} {_machine()}",
             tokenizer=tokenizer_digest,
-            replay_mode=self.config.prefill,
+            # A longer replay leaves other windows, so what is computed behind it differs.
+            replay_mode=self.config.prefill
+            if self.config.replay_windows == 1
+            else f"{self.config.prefill} {self.config.replay_windows}",
         )
         self.index = self._new_index()
         self._open_tier = open_tier
@@ -365,6 +368,10 @@ class Engine:
             return False
         self.scheduler.preempt(sequence)
         return True
+
+    def rest(self) -> float | None:
+        """Give up snapshots whose lifetime is over; return the seconds until the next one's is."""
+        return self.scheduler.windows.expire()
 
     def step(self) -> list[RequestOutput]:
         """Run one forward over whatever is due and return the increments since the last call."""

@@ -84,6 +84,7 @@ class Scheduler:
         self.config, self.pools, self.allocator, self.index = config, pools, allocator, index
         text = pools.layout.config
         self.window = text.sliding_window
+        self.bounded_rows = config.replay_windows * text.sliding_window
         self.decoder_tail = exact_decoder_rows(text)
         self.encoder_tail = exact_encoder_rows(text)
         self.waiting: deque[Sequence] = deque()
@@ -284,7 +285,7 @@ class Scheduler:
         if self.config.prefill == "full":
             return 0
         if self.config.prefill == "bounded":
-            start = max(0, stored - self.window)
+            start = max(0, stored - self.bounded_rows)
         else:
             start = max(0, min(stored, self._decoder_rows(length)) - self.encoder_tail)
         start -= start % self.pools.layout.ratio_multiple
@@ -308,7 +309,7 @@ class Scheduler:
                  counts: the first without global KV or the first that the decoder reads. Saved
                  windows replace that replay where they begin later.
         bounded  The last window's rows of the hit run again, and the decoder on the last window
-                 of the prompt: A01.
+                 of the prompt (or on `replay_windows` of each): A01.
         full     From the start, all layers.
 
         With `trim_rows` a layer runs on what is needed of these rows alone (`live_rows.py`), so
@@ -324,7 +325,8 @@ class Scheduler:
         if is_read_whole:
             start = decoder = 0
         elif self.config.prefill == "bounded":
-            start, decoder = max(0, stored - self.window), max(0, length - self.window)
+            start = max(0, stored - self.bounded_rows)
+            decoder = max(0, length - self.bounded_rows)
         else:
             decoder = self._decoder_rows(length)
             start = max(0, min(stored, decoder) - self.encoder_tail)
@@ -344,8 +346,10 @@ class Scheduler:
             if decoder_floor and not (is_restored and decoder == saved):
                 sequence.exact_from = max(sequence.exact_from, decoder + self.decoder_tail)
         sequence.encoder_whole = sequence.decoder_whole = None
-        if self.config.trim_rows and self.config.prefill == "exact" and not is_read_whole:
-            end = self._last_block_end(length)
+        if self.config.trim_rows and not is_read_whole:
+            # Only exact windows are saved at a block end; bounded ones serve the last token alone.
+            is_exact = self.config.prefill == "exact"
+            end = self._last_block_end(length) if is_exact else length - 1
             # W - 1 rows per layer, one less than `decoder_tail`, whose last query nobody asks.
             sequence.encoder_whole = min(stored, max(decoder, end - self.decoder_tail + 1))
             sequence.decoder_whole = end

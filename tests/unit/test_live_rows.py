@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from finwhale.config import ConfigError
 from finwhale.engine import live_rows
 from finwhale.engine.live_rows import Work
 from finwhale.engine.paged_pass import RowSpan, last_rows
@@ -154,6 +155,43 @@ def test_prompt_logprobs_read_every_row():
     params = replace(ONE, prompt_logprobs=1)
     assert_all_uncached(engine, [IDS[:90]], params)
     assert set(engine.runner.layer_tokens.values()) == {90}
+
+
+@pytest.mark.parametrize("windows", [1, 2, 3])
+def test_bounded_starts_are_trimmed_without_a_change(windows):
+    found = {}
+    for trim in (True, False):
+        engine = engine_of(prefill="bounded", trim_rows=trim, replay_windows=windows)
+        for prompt in (IDS[:128], IDS[:128] + OTHER[:3], IDS[:120] + OTHER[:30]):
+            engine.add(prompt, GREEDY, request_id="a")
+            found.setdefault(trim, []).append(drain(engine)["a", 0].results)
+        assert engine.scheduler.stats.replayed_tokens == 2 * windows * W
+    assert found[True] == found[False]
+
+
+def test_a_bounded_replay_of_all_that_exactness_needs_is_exact():
+    """Eight windows are 64 rows, and the fields of both halves 57; one window gives other bits."""
+    engine = engine_of(prefill="bounded", replay_windows=8, max_batch_tokens=200)
+    prompts = [IDS[:128], IDS[:128] + OTHER[:1], IDS[:120] + OTHER[:2]]
+    for prompt in prompts:
+        assert_all_uncached(engine, [prompt], ONE)
+    assert engine.scheduler.stats.replayed_tokens == 2 * 64
+    engine = engine_of(prefill="bounded", max_batch_tokens=200)
+    engine.add(prompts[0], ONE)
+    drain(engine)
+    with pytest.raises(AssertionError):
+        assert_all_uncached(engine, [prompts[1]], ONE)
+
+
+def test_blocks_behind_replays_of_other_lengths_never_mix():
+    modes = [("exact", 1), ("full", 1), ("bounded", 1), ("bounded", 2), ("bounded", 3)]
+    engines = [engine_of(prefill=mode, replay_windows=n) for mode, n in modes]
+    assert len({engine.namespace.digest() for engine in engines}) == len(modes)
+    for mode in ("exact", "full"):
+        with pytest.raises(ConfigError, match="replay_windows: got 2 in mode"):
+            engine_of(prefill=mode, replay_windows=2)
+    with pytest.raises(ConfigError, match="replay_windows: got 0"):
+        engine_of(prefill="bounded", replay_windows=0)
 
 
 @pytest.mark.parametrize("half", ["encoder", "decoder"])
