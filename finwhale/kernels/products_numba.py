@@ -19,6 +19,7 @@ import torch
 from llvmlite import binding
 from numba import config as numba_config
 from numba import njit
+from numba.core.codegen import get_host_cpu_features
 from torch import Tensor
 
 from finwhale.kernels.fused_numba import _array, _constant, _empty, _sigmoid, exponential
@@ -26,7 +27,8 @@ from finwhale.kernels.fused_numba import _array, _constant, _empty, _sigmoid, ex
 
 def compiler_features() -> str:
     """Return the processor's features as the compiler sees them, "+name,-name,..."."""
-    return vars(numba_config)["CPU_FEATURES"] or binding.get_host_cpu_features().flatten()
+    set_here = vars(numba_config)["CPU_FEATURES"]  # "" for a generic processor
+    return get_host_cpu_features() if set_here is None else set_here
 
 
 def compiled_for() -> str:
