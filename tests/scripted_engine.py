@@ -120,6 +120,9 @@ class ScriptedEngine:
             self._end(self._running[name], "cancelled")
         return bool(own)
 
+    def rest(self):
+        return None
+
     def step(self):
         if self.step_s:
             time.sleep(self.step_s)

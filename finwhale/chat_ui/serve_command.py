@@ -57,12 +57,16 @@ class Serve:
     """Sequences computed side by side."""
     prefill: Literal["exact", "bounded"] = "exact"
     """exact: a hit has the bits of a cold run. bounded: it replays one window (deviation A01)."""
+    replay_windows: Annotated[int, tyro.conf.arg(metavar="N")] = 1
+    """Windows that --prefill bounded replays."""
     cache_dir: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     """Folder that keeps cached prefixes over a restart; one server at a time."""
     cache_size: str = "10GB"
     """Bytes of --cache-dir's segments at most."""
     memory_cache: Annotated[str | None, tyro.conf.arg(metavar="SIZE")] = None
     """Host memory for cached prefixes that leave the blocks, as in 4GB; none by default."""
+    window_memory: Annotated[str | None, tyro.conf.arg(metavar="SIZE")] = None
+    """Host memory for prefixes' windows, 268MB by default."""
     window_lifetime_s: Annotated[float, tyro.conf.arg(metavar="S")] = 600.0
     """Time that a prefix's windows stay in memory unused; a hit that finds them replays nothing."""
     max_requests: Annotated[int, tyro.conf.arg(metavar="N")] = 256
@@ -112,6 +116,10 @@ class Serve:
             max_batch_tokens=max(256, 2 * self.max_sequences),
             max_waiting=self.max_requests,
             prefill=self.prefill,
+            replay_windows=self.replay_windows,
+            snapshot_bytes=256 << 20
+            if self.window_memory is None
+            else size_in_bytes(self.window_memory, "--window-memory"),
             snapshot_lifetime_s=self.window_lifetime_s,
         )
         loaded = load_model(folder, numerics=Numerics(), ops=FAST)
@@ -176,6 +184,8 @@ class Serve:
             raise ValueError(f"--port: got {self.port}, expected 0 to 65535")
         if self.memory_cache is not None:
             size_in_bytes(self.memory_cache, "--memory-cache")
+        if self.window_memory is not None:
+            size_in_bytes(self.window_memory, "--window-memory")
         if not 0 < self.window_lifetime_s < math.inf:
             raise ValueError(
                 f"--window-lifetime-s: got {self.window_lifetime_s}, expected seconds over 0"

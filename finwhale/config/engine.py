@@ -28,6 +28,9 @@ class EngineConfig:
     max_waiting        requests that may queue; one more is refused
     prefill            "exact": the decoder on the trailing rows that exactness needs. "bounded":
                        the approximation A01. "full": all layers on all tokens
+    replay_windows     rows of a bounded replay and of the decoder in mode "bounded", in windows
+    trim_rows          each layer runs on the rows that a later one still reads; off: on all rows of
+                       a start, the slow definition. The bits are the same
     prefix_cache       keep full blocks for later prompts
     snapshot_bytes     memory for windows at block ends: a hit that finds one replays nothing
     snapshot_lifetime_s  time since they were last of use, after which they are forgotten
@@ -46,6 +49,8 @@ class EngineConfig:
     max_batch_tokens: int = 256
     max_waiting: int = 1024
     prefill: str = "exact"
+    replay_windows: int = 1
+    trim_rows: bool = True
     prefix_cache: bool = True
     snapshot_bytes: int = 256 << 20
     snapshot_lifetime_s: float = 600.0
@@ -66,9 +71,15 @@ class EngineConfig:
             "max_sequences",
             "max_batch_tokens",
             "max_waiting",
+            "replay_windows",
         ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"engine.{name}: got {getattr(self, name)}, expected at least 1")
+        if self.replay_windows > 1 and self.prefill != "bounded":
+            raise ConfigError(
+                f"engine.replay_windows: got {self.replay_windows} in mode {self.prefill!r}, which "
+                "replays what it needs; expected prefill 'bounded'"
+            )
         if self.snapshot_bytes < 0:
             raise ConfigError(f"engine.snapshot_bytes: got {self.snapshot_bytes}, expected >= 0")
         if not self.snapshot_lifetime_s > 0:

@@ -37,9 +37,10 @@ from finwhale.config import ConfigError
 from finwhale.config.engine import EngineConfig
 from finwhale.engine.hand_over import HandOver, HandOverError, decode, encode, read_sequence
 from finwhale.engine.invariance import broken_promises, engine_ops
+from finwhale.engine.live_rows import Work
 from finwhale.engine.prefill import encoder_only_unsupported
 from finwhale.engine.request import RequestError, RequestOutput, SamplingParams, TokenResult
-from finwhale.engine.runner import Runner, Work, with_ops
+from finwhale.engine.runner import Runner, with_ops
 from finwhale.engine.sampler import choice_seed, sample_batch, token_logprobs
 from finwhale.engine.scheduler import Scheduler
 from finwhale.engine.sequence import Sequence
@@ -49,7 +50,7 @@ from finwhale.tiers.tier import Tier
 
 logger = get_logger("engine")
 # What the bytes of a block mean; raised by whatever changes global KV for the same tokens.
-_KV_VERSION = 1
+_KV_VERSION = 2
 # Opens the slower tier of the prefix cache for a namespace digest and a block's groups in bytes.
 OpenTier = Callable[[bytes, tuple[int, ...]], Tier]
 
@@ -105,7 +106,10 @@ class Engine:
             # A tier outlives the process, and may be carried to another machine.
             numerics=f"{model.numerics} {reads.name} {self.config.batch_invariant} {_machine()}",
             tokenizer=tokenizer_digest,
-            replay_mode=self.config.prefill,
+            # A longer replay leaves other windows, so what is computed behind it differs.
+            replay_mode=self.config.prefill
+            if self.config.replay_windows == 1
+            else f"{self.config.prefill} {self.config.replay_windows}",
         )
         self.index = self._new_index()
         self._open_tier = open_tier
@@ -364,6 +368,10 @@ class Engine:
             return False
         self.scheduler.preempt(sequence)
         return True
+
+    def rest(self) -> float | None:
+        """Give up snapshots whose lifetime is over; return the seconds until the next one's is."""
+        return self.scheduler.windows.expire()
 
     def step(self) -> list[RequestOutput]:
         """Run one forward over whatever is due and return the increments since the last call."""

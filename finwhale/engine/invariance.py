@@ -155,6 +155,7 @@ def engine_ops(kernels: str, *, batch_invariant: bool) -> tuple[Ops, Reads]:
         )
     from finwhale.kernels import codecs_numba as codecs
     from finwhale.kernels import fused_numba as fused
+    from finwhale.kernels import index_scores_numba as scores
     from finwhale.kernels import paged_numba as paged
     from finwhale.kernels import products_numba as products
 
@@ -174,13 +175,13 @@ def engine_ops(kernels: str, *, batch_invariant: bool) -> tuple[Ops, Reads]:
         engram_gate=fused.engram_gate,
         round_index=codecs.round_index,
         route_experts=products.route_experts,
-        select_topk=paged.select_topk,
-        select_pool_blocks=partial(select_pool_blocks, select=paged.select_topk),
+        select_topk=scores.select_topk,
+        select_pool_blocks=partial(select_pool_blocks, select=scores.select_topk),
     )
     return ops, Reads(
         attention=paged.paged_attention,
-        index_scores=paged.paged_index_scores,
-        listed_scores=paged.paged_listed_scores,
+        index_scores=scores.paged_index_scores,
+        listed_scores=scores.paged_listed_scores,
         pack_window=codecs.pack_window,
         pack_entry=codecs.pack_entry,
         pack_index=codecs.pack_index,

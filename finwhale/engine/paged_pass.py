@@ -4,7 +4,8 @@ Rows of all sequences lie one after the other. Everything that depends on where 
 window, the entries it sees, the groups it completes) is turned into index arrays once per pass, so
 the layers and kernels know nothing of sequences. Entries are packed into their blocks at once:
 nobody sees a row before its sequence counts it. Rings and open groups are written by `commit`, so a
-failed pass leaves them as they were. A newcomer's mistake: writing a replayed row's entry; entries
+failed pass leaves them as they were. Rows that nothing above a layer reads enter it for their
+window row alone (`live_rows.py`). A newcomer's mistake: writing a replayed row's entry; entries
 below `stored` exist, may be shared and are never written.
 Source: spec/backbone.md sections 3 to 5, spec/kv-cache.md sections 1.1 and 8.
 """
@@ -59,7 +60,7 @@ class _NewEntries(NamedTuple):
 
     rows       [M] index of the group's last token among the pass's rows
     positions  [M] position of its first token
-    tokens     [M, r] its tokens: open-group row, or num_open + index among the pass's rows
+    tokens     [M, r] its tokens: open-group row, or num_open + index among the rows not stored
     target     [M] pool row
     """
 
@@ -69,14 +70,41 @@ class _NewEntries(NamedTuple):
     target: Tensor
 
 
-class PagedPass:
-    """What the layers of one half see (`finwhale.model.continuation.PagedRows`)."""
+def last_rows(counts: np.ndarray, kept: np.ndarray) -> np.ndarray:
+    """Return the indices of the last kept[n] of counts[n] rows of every span n, spans in order.
 
-    def __init__(self, pools: PagedPools, spans: Sequence[RowSpan], ops: Ops, reads):
-        """Make the index arrays of a pass; `reads` has `attention` and `index_scores`."""
+    Raises ValueError for rows that are gone.
+    """
+    if (kept > counts).any():
+        raise ValueError(f"rows: got {kept.tolist()}, expected at most {counts.tolist()} alive")
+    ends = np.cumsum(counts)
+    before = np.cumsum(kept) - kept
+    return np.repeat(ends - kept - before, kept) + np.arange(int(kept.sum()))
+
+
+class PagedPass:
+    """What some layers of one half see (`finwhale.model.continuation.PagedRows`).
+
+    kept       [T'] the rows whose output is read; None: all T. Queries are theirs alone.
+    positions  [1, T] of all rows
+    """
+
+    def __init__(
+        self,
+        pools: PagedPools,
+        spans: Sequence[RowSpan],
+        ops: Ops,
+        reads,
+        kept_starts: Sequence[int] | None = None,
+    ):
+        """Make the index arrays of a pass; `reads` has `attention` and `index_scores`.
+
+        kept_starts  position of the first row of each span whose output is read; None: of all
+        """
         self.pools, self.spans, self.ops, self.reads = pools, tuple(spans), ops, reads
         self.config, self.layout = pools.layout.config, pools.layout
         counts = np.array([span.num_rows for span in spans], dtype=np.int64)
+        self.counts = self.kept_counts = counts
         self.first_row = np.cumsum(counts) - counts
         self.num_rows = int(counts.sum())
         self._sequence = np.repeat(np.arange(len(spans)), counts)
@@ -90,23 +118,39 @@ class PagedPass:
         for n, span in enumerate(spans):
             tables[n, : len(span.blocks)] = span.blocks
         self._tables, self.tables = tables, torch.from_numpy(tables)
-        self.sequence = torch.from_numpy(self._sequence)
+        self.kept: Tensor | None = None
+        queries = slice(None)
+        if kept_starts is not None:
+            stops = np.array([span.stop for span in spans], dtype=np.int64)
+            self.kept_counts = stops - np.array(kept_starts, dtype=np.int64)
+            queries = last_rows(counts, self.kept_counts)
+            self.kept = torch.from_numpy(queries)
+        self._of_query, self._at_query = self._sequence[queries], self._positions[queries]
+        self.sequence = torch.from_numpy(self._of_query)
         self._window_index = self._window_rows()
-        self._no_entries = torch.zeros(self.num_rows, 0, dtype=torch.int64)
+        self._no_entries = torch.zeros(len(self._at_query), 0, dtype=torch.int64)
+        stored = np.array([span.stored for span in spans], dtype=np.int64)
+        self._is_new = self._positions >= stored[self._sequence]
         self._new: dict[int, _NewEntries] = {}
         self._topk: dict[int, Tensor] = {}
-        self._pool_blocks = torch.zeros(self.num_rows, 0, dtype=torch.int64)
+        self._pool_blocks = torch.zeros(len(self._at_query), 0, dtype=torch.int64)
         self._fresh_windows: dict[int, Tensor] = {}
         self._open_rows: dict[int, Tensor] = {}
         self.finite_rows = torch.ones(self.num_rows, dtype=torch.bool)
 
+    def take_selections(self, below: PagedPass) -> None:
+        """Go on with what the layers of `below` selected; its queries end with those of here."""
+        rows = torch.from_numpy(last_rows(below.kept_counts, self.kept_counts))
+        self._topk = {layer: chosen[rows] for layer, chosen in below._topk.items()}
+        self._pool_blocks = below._pool_blocks[rows]
+
     def _window_rows(self) -> Tensor:
-        """Return [T, W]: rows of the ring, or num_ring_rows + row of this pass; -1 not visible."""
+        """Return [T', W]: rows of the ring, or num_ring_rows + row of this pass; -1 not visible."""
         window, ring = self.config.sliding_window, self.layout.ring_rows
         floors = np.array([span.window_floor for span in self.spans], dtype=np.int64)
         starts = np.array([span.start for span in self.spans], dtype=np.int64)
-        at = self._positions[:, None] + np.arange(1 - window, 1)  # [T, W]
-        which = self._sequence[:, None]
+        at = self._at_query[:, None] + np.arange(1 - window, 1)  # [T', W]
+        which = self._of_query[:, None]
         fresh = self.pools.num_slots * ring + self.first_row[which] + at - starts[which]
         kept = self._slots[which] * ring + at % ring
         rows = np.where(at >= starts[which], fresh, kept)
@@ -115,10 +159,7 @@ class PagedPass:
     def _new_entries(self, spec: LayerSpec) -> _NewEntries:
         if spec.ratio not in self._new:
             ratio, size = spec.ratio, self.layout.entries_per_block(spec)
-            stored = np.array([span.stored for span in self.spans], dtype=np.int64)
-            completes = (self._positions + 1) % ratio == 0
-            completes &= self._positions >= stored[self._sequence]
-            rows = np.flatnonzero(completes)
+            rows = np.flatnonzero(((self._positions + 1) % ratio == 0) & self._is_new)
             which = self._sequence[rows]
             entry = self._positions[rows] // ratio
             back = np.arange(1 - ratio, 1)
@@ -128,9 +169,8 @@ class PagedPass:
             starts = np.array(fresh, dtype=np.int64)
             num_open = self.pools.num_slots * (ratio - 1)
             kept = self._slots[which][:, None] * (ratio - 1) + position % ratio
-            tokens = np.where(
-                position >= starts[which][:, None], num_open + rows[:, None] + back, kept
-            )
+            own = (np.cumsum(self._is_new) - 1)[rows][:, None] + back
+            tokens = np.where(position >= starts[which][:, None], num_open + own, kept)
             target = self._tables[which, entry // size] * size + entry % size
             arrays = rows, entry * ratio, tokens, target
             self._new[ratio] = _NewEntries(*map(torch.from_numpy, arrays))
@@ -147,7 +187,9 @@ class PagedPass:
         )
 
     def complete_groups(self, spec: LayerSpec, rows: Tensor) -> Tensor:
-        """Return the rows of every group that is complete now: rows [1, T, 2, D] to [1, M, r, ..].
+        """Return the rows of every group that is complete now: [1, M, r, 2, D].
+
+        rows  [1, .., 2, D] of the tokens that `new_token_rows` gave
 
         Rows of the groups that stay open are kept for `commit`.
         """
@@ -156,8 +198,8 @@ class PagedPass:
         return joined[self._new_entries(spec).tokens].unsqueeze(0)
 
     def new_token_rows(self, spec: LayerSpec, x: Tensor) -> Tensor:
-        """Return the rows of x [1, T, C] whose ratio-1 entries are not stored yet."""
-        return x[:, self._new_entries(spec).rows]
+        """Return the rows of x [1, T, C] whose entries are not stored yet."""
+        return x if self._is_new.all() else x[:, torch.from_numpy(np.flatnonzero(self._is_new))]
 
     def append(self, layer: int, entries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
         """Pack and store new entries [1, M, D] and index keys [1, M, DI] of an owner."""
@@ -184,7 +226,10 @@ class PagedPass:
             self.finite_rows[rows[~finite]] = False
 
     def attend(self, spec: LayerSpec, q: Tensor, window_kv: Tensor, sink: Tensor) -> Tensor:
-        """Return the attention core's output [1, T, H, D]; keeps the packed window rows."""
+        """Return the attention core's output [1, T', H, D]; keeps the packed window rows.
+
+        q [1, T', H, D], window_kv [1, T, D]
+        """
         self._note_finite(None, window_kv[0])
         fresh = self.reads.pack_window(window_kv[0], self.layout.storage)
         self._fresh_windows[spec.layer_id] = fresh
@@ -204,22 +249,22 @@ class PagedPass:
         return out.unsqueeze(0)
 
     def select(self, spec: LayerSpec, q: Tensor, weights: Tensor) -> Tensor:
-        """Return pool rows of the selected entries, [1, T, K] int64, ascending, -1 at the end.
+        """Return pool rows of the selected entries, [1, T', K] int64, ascending, -1 at the end.
 
-        q [1, T, HI, DI] rounded index queries, weights [1, T, HI]
+        q [1, T', HI, DI] rounded index queries, weights [1, T', HI]
         """
         c, size = self.config, self.layout.entries_per_block(spec)
         keys = self.pools.index_k[spec.layer_id if spec.kv_owner is None else spec.kv_owner]
-        visible = (self.positions[0] + 1) // spec.ratio  # [T]
-        longest = int(visible.max()) if self.num_rows else 0
+        visible = torch.from_numpy((self._at_query + 1) // spec.ratio)  # [T']
+        longest = int(visible.max()) if visible.numel() else 0
         pool, in_pool = self._pool_blocks, c.candidate_topk_blocks * c.candidate_block_size
         searches = spec.pool is PoolUse.SEARCHES
         # While every entry fits the pool, tiles of entries serve all rows of a sequence at once.
         lists = searches and self.reads.listed_scores is not None and longest > in_pool
         step = max(1, _SCORE_BYTES // (4 * max(1, min(longest, in_pool) if lists else longest)))
         chosen, pools = [], []
-        for start in range(0, self.num_rows, step):
-            rows = slice(start, min(start + step, self.num_rows))
+        for start in range(0, len(visible), step):
+            rows = slice(start, min(start + step, len(visible)))
             if lists:
                 chosen.append(self._search(q[0, rows], weights[0, rows], keys, rows, visible, size))
                 continue
@@ -311,12 +356,13 @@ class PagedPass:
     def _commit_open(self, layer: int, values: Tensor, spans: Sequence[bool]) -> None:
         ratio = self.layout.specs[layer].ratio
         source, target = [], []
+        own = np.cumsum(self._is_new) - 1  # row of `values`
         for n, span in enumerate(self.spans):
             if spans[n]:
                 # Below `stored` the group is complete, or its rows are there already.
                 first = max(span.start, span.stored, span.stop - span.stop % ratio)
                 for at in range(first, span.stop):
-                    source.append(int(self.first_row[n]) + at - span.start)
+                    source.append(int(own[self.first_row[n] + at - span.start]))
                     target.append(span.slot * (ratio - 1) + at % ratio)
         if source:
             self.pools.open[layer][target] = values[source]

@@ -3,48 +3,32 @@
 The rows of all sequences go through every layer together, so the number of matrix products does
 not depend on how many sequences there are. The encoder makes all global KV, the decoder's too; the
 decoder runs on the trailing rows of a prompt only (`finwhale.engine.prefill` has the rule) and on
-every new token. A row that is not finite is reported with its layer and costs its own sequence
-alone. Source: spec/backbone.md section 3.
+every new token; rows that no later layer reads go on the way (`live_rows.py`). A row that is not
+finite is reported with its layer and costs its own sequence alone. Source: spec/backbone.md
+section 3.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from finwhale.cache.paged_pools import PagedPools
+from finwhale.config import LayerSpec
 from finwhale.config.layers import Half
 from finwhale.engine.invariance import Reads
-from finwhale.engine.paged_pass import PagedPass, RowSpan
+from finwhale.engine.live_rows import Work
+from finwhale.engine.paged_pass import PagedPass, RowSpan, last_rows
 from finwhale.engine.prefill import encoder_only_unsupported
 from finwhale.engine.step import add_counts
 from finwhale.model import Backbone
 from finwhale.model.layers import ForwardState
 from finwhale.ops import Ops
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Work:
-    """What one sequence does in a step.
-
-    span           its encoder rows
-    decoder_start  first position that the decoder runs on
-    decoder_floor  first position whose decoder window row exists
-    first_logits   rows from this position on need logits
-    """
-
-    span: RowSpan
-    decoder_start: int
-    decoder_floor: int
-    first_logits: int
-
-    def decoder_span(self) -> RowSpan:
-        """Return the rows that the decoder runs on, perhaps none."""
-        start = min(max(self.span.start, self.decoder_start), self.span.stop)
-        return replace(self.span, start=start, window_floor=self.decoder_floor)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,9 +61,9 @@ class Runner:
     def __init__(self, model, pools: PagedPools, ops: Ops, reads: Reads):
         self.model, self.pools, self.ops, self.reads = model, pools, ops, reads
         config = model.config.text_config
-        self._encoder = [spec for spec in model.specs if spec.half is Half.ENCODER]
-        self._decoder = [spec for spec in model.specs if spec.half is Half.DECODER]
-        self._makes_all_kv = encoder_only_unsupported(config) is None
+        self.encoder = [spec for spec in model.specs if spec.half is Half.ENCODER]
+        self.decoder = [spec for spec in model.specs if spec.half is Half.DECODER]
+        self.makes_all_kv = encoder_only_unsupported(config) is None
         self._history = config.engram_max_ngram_size - 1 if config.engram_layer_ids else 0
         self.layer_tokens: dict[int, int] = {}
         # Whether the last run began to write windows; whoever calls `run` sets it back.
@@ -88,91 +72,59 @@ class Runner:
     @torch.inference_mode()
     def run(self, works: Sequence[Work]) -> StepResult:
         """Run all rows, write windows of the sequences that stayed finite, return their logits."""
-        encoder, decoder, streams, pre, finite = self._forward(works)
+        forward = self._forward(works)
+        add_counts(self.layer_tokens, forward.layer_tokens)
+        finite = forward.finite_rows()
         errors = [
             None if finite[n].all() else self._blame(work, finite[n])
             for n, work in enumerate(works)
         ]
         sound = [error is None for error in errors]
-        logits = self._logits(works, decoder, streams, pre, sound)
+        logits = self._logits(works, forward, sound)
         for n, own in enumerate(logits):
             if not torch.isfinite(own).all():
                 row = int((~torch.isfinite(own).all(-1)).nonzero()[0])
-                position = max(decoder.spans[n].start, works[n].first_logits) + row
+                position = works[n].span.stop - own.shape[0] + row
                 errors[n] = f"head: logits are not finite at position {position}"
                 sound[n] = False
         self.has_committed = True
-        encoder.commit(sound)
-        decoder.commit(sound)
+        for rows in forward.passes:
+            rows.commit(sound)
         return StepResult(logits=tuple(logits), errors=tuple(errors))
 
-    def _forward(self, works: Sequence[Work], after_layer=None):
-        """Return both passes, the decoder's streams and mixes, and [T] finite rows per work."""
-        encoder = PagedPass(self.pools, [work.span for work in works], self.ops, self.reads)
-        decoder = PagedPass(
-            self.pools, [work.decoder_span() for work in works], self.ops, self.reads
-        )
-        state, ids = self._state(encoder)
-        streams, pre = self.model.embed_streams(ids)
-        streams, pre = self._layers(self._encoder, streams, pre, state, after_layer)
-        self.model.note_encoder_output(streams, pre, state)
-        if self._makes_all_kv:
-            for spec in self._decoder:
-                if spec.owns_kv:
-                    self.model.layers[spec.layer_id].publish(streams, pre, state)
-        finite = encoder.finite_rows & torch.isfinite(streams).flatten(2).all(-1)[0]
-        below, _ = self._state(decoder)
-        below.entries = dict(state.entries)
-        # The decoder's rows are the last rows of every span.
-        rows = torch.cat(
-            [
-                torch.arange(first + e.num_rows - d.num_rows, first + e.num_rows)
-                for first, e, d in zip(
-                    encoder.first_row.tolist(), encoder.spans, decoder.spans, strict=True
-                )
-            ]
-            or [torch.zeros(0, dtype=torch.int64)]
-        )
-        if state.encoder_output is not None:
-            below.encoder_output = state.encoder_output[:, rows]
-        streams, pre = streams[:, rows], pre[:, rows]
-        if decoder.num_rows:
-            streams, pre = self._layers(self._decoder, streams, pre, below, after_layer)
-            own = decoder.finite_rows & torch.isfinite(streams).flatten(2).all(-1)[0]
-            finite = finite.index_put((rows,), finite[rows] & own)
-        if after_layer is None:
-            add_counts(self.layer_tokens, state.layer_tokens)
-            add_counts(self.layer_tokens, below.layer_tokens)
-        parts = finite.split([work.span.num_rows for work in works])
-        return encoder, decoder, streams, pre, parts
+    def _forward(self, works: Sequence[Work], after_layer=None) -> _Forward:
+        """Run both halves, each layer on the rows that are still read."""
+        window = self.pools.layout.config.sliding_window
+        forward = _Forward(self, works, after_layer)
+        starts = [work.encoder_starts(len(self.encoder), window) for work in works]
+        spans = [work.span for work in works]
+        state = forward.run_half(self.encoder, spans, _columns(starts, len(self.encoder)))
+        if self.makes_all_kv:
+            forward.publish(spans, state)
+        starts = [work.decoder_starts(len(self.decoder), window) for work in works]
+        spans = [work.decoder_span() for work in works]
+        forward.run_half(self.decoder, spans, _columns(starts, len(self.decoder)))
+        return forward
 
-    def _state(self, rows: PagedPass) -> tuple[ForwardState, Tensor]:
-        """Return the shared state of a half, and its own token ids [1, T]."""
+    def state(self, rows: PagedPass) -> tuple[ForwardState, Tensor]:
+        """Return the shared state of a pass, and its own token ids [1, T]."""
         ids = rows.ids_with_history(self._history)
         token_map = self.model.token_map
         compressed = ids if token_map is None else token_map[ids]
         state = self.model.paged_state(rows, rows.positions, compressed)
+        state.kept = rows.kept
         return state, ids[:, rows.own_ids]
 
-    def _layers(self, specs, streams, pre, state, after_layer):
-        if after_layer is None:
-            return self.model.run_layers(streams, pre, state, specs)
-        for spec in specs:
-            streams, pre = self.model.run_layers(streams, pre, state, [spec])
-            after_layer(spec.layer_id, streams, state.paged)
-        return streams, pre
-
-    def _logits(self, works, decoder: PagedPass, streams, pre, sound) -> list[Tensor]:
-        rows, counts = [], []
-        for n, (work, span) in enumerate(zip(works, decoder.spans, strict=True)):
-            first = max(span.start, work.first_logits)
-            count = max(0, span.stop - first) if sound[n] else 0
-            base = int(decoder.first_row[n]) + first - span.start
-            rows += range(base, base + count)
+    def _logits(self, works, forward: _Forward, sound) -> list[Tensor]:
+        rows, counts, first = [], [], 0
+        for n, (work, alive) in enumerate(zip(works, forward.counts.tolist(), strict=True)):
+            count = min(alive, max(0, work.span.stop - work.first_logits)) if sound[n] else 0
+            rows += range(first + alive - count, first + alive)
             counts.append(count)
+            first += alive
         if not rows:
-            return [streams.new_empty(0, self.model.head.weight.shape[0]) for _ in works]
-        hidden = self.model.collapsed(streams[:, rows], pre[:, rows])[0]
+            return [torch.zeros(0, self.model.head.weight.shape[0]) for _ in works]
+        hidden = self.model.collapsed(forward.streams[:, rows], forward.pre[:, rows])[0]
         return list(self.model.logits(hidden).split(counts))
 
     def _blame(self, work: Work, finite: Tensor) -> str:
@@ -188,3 +140,113 @@ class Runner:
         self._forward([work], after_layer=look)
         layer = f"layer {found[0]}" if found else "the decoder's entries"
         return f"{layer}: not finite at position {position} or before; see the request's tokens"
+
+
+def _columns(starts: list[list[int]], layers: int) -> np.ndarray:
+    """Return [layers + 1, S] of a list for each span."""
+    return np.array(starts, dtype=np.int64).reshape(-1, layers + 1).T
+
+
+class _Forward:
+    """A forward under way: which rows are alive, their streams between two layers, the passes.
+
+    counts        [S] rows alive, the last ones of each span
+    streams, pre  [1, A, N, C] and [1, A, N] of these rows; None before any row was embedded
+    """
+
+    def __init__(self, runner: Runner, works: Sequence[Work], after_layer):
+        self._runner, self._after_layer = runner, after_layer
+        starts = np.array([work.span.start for work in works], dtype=np.int64)
+        self._stops = np.array([work.span.stop for work in works], dtype=np.int64)
+        self.counts = self._all_counts = self._stops - starts
+        self.streams: Any = None
+        self.pre: Any = None
+        self.passes: list[PagedPass] = []
+        self.layer_tokens: dict[int, int] = {}
+        self._entries: dict[int, Tensor] = {}
+        self._finite = torch.ones(int(self.counts.sum()), dtype=torch.bool)
+
+    def run_half(
+        self, specs: Sequence[LayerSpec], spans: Sequence[RowSpan], starts: np.ndarray
+    ) -> ForwardState | None:
+        """Run the layers of a half and return the state of its last pass.
+
+        starts  [layers + 1, S] first row into each layer, and behind that out of the last
+        """
+        state, bounds = None, starts[:0]
+        for n, spec in enumerate(specs):
+            self._narrow(self._stops - starts[n])
+            if not self.counts.any():
+                return state
+            if state is None or not np.array_equal(bounds, starts[n : n + 2]):
+                bounds = starts[n : n + 2]
+                state = self._begin(spans, *bounds, below=state)
+            self.streams, self.pre = self._runner.model.run_layers(
+                self.streams, self.pre, state, [spec]
+            )
+            self.counts = self.passes[-1].kept_counts
+            if self._after_layer is not None:
+                self._after_layer(spec.layer_id, self.streams, self.passes[-1])
+        self._note_finite(self.counts, torch.isfinite(self.streams).flatten(2).all(-1)[0])
+        return state
+
+    def publish(self, spans: Sequence[RowSpan], state: ForwardState | None) -> None:
+        """Make the decoder's entries of tokens that have none, from the encoder's output.
+
+        state  of the encoder's last pass
+        """
+        model, decoder = self._runner.model, self._runner.decoder
+        stored = np.array([min(span.stored, span.stop) for span in spans], dtype=np.int64)
+        starts = np.maximum(self._stops - self.counts, stored)
+        counts = self._stops - starts
+        if not counts.any():
+            return
+        if state is None or not np.array_equal(counts, self.passes[-1].counts):
+            state = self._begin(spans, starts, starts)
+        rows = torch.from_numpy(last_rows(self.counts, counts))
+        streams, pre = self.streams[:, rows], self.pre[:, rows]
+        model.note_encoder_output(streams, pre, state)
+        for spec in decoder:
+            if spec.owns_kv:
+                model.layers[spec.layer_id].publish(streams, pre, state)
+
+    def finite_rows(self) -> tuple[Tensor, ...]:
+        """Return for each span [T] whether its rows were finite as far as they were alive."""
+        for rows in self.passes:
+            self._note_finite(rows.counts, rows.finite_rows)
+        return self._finite.split(self._all_counts.tolist())
+
+    def _note_finite(self, counts: np.ndarray, finite: Tensor) -> None:
+        if not finite.all():
+            self._finite[last_rows(self._all_counts, counts)[~finite.numpy()]] = False
+
+    def _narrow(self, counts: np.ndarray) -> None:
+        """Let all but the last `counts` rows of each span go."""
+        if self.streams is not None and not np.array_equal(counts, self.counts):
+            rows = torch.from_numpy(last_rows(self.counts, counts))
+            self.streams, self.pre = self.streams[:, rows], self.pre[:, rows]
+        self.counts = counts
+
+    def _begin(self, spans, low: np.ndarray, high: np.ndarray, *, below=None) -> ForwardState:
+        """Begin a pass over the rows from `low` on, of which those from `high` on are kept.
+
+        below  the state of the pass before in the same half
+        """
+        runner = self._runner
+        rows = PagedPass(
+            runner.pools,
+            [replace(span, start=at) for span, at in zip(spans, low.tolist(), strict=True)],
+            runner.ops,
+            runner.reads,
+            None if np.array_equal(low, high) else high.tolist(),
+        )
+        self.passes.append(rows)
+        state, ids = runner.state(rows)
+        state.entries, state.layer_tokens = self._entries, self.layer_tokens
+        if self.streams is None:
+            self.streams, self.pre = runner.model.embed_streams(ids)
+        if below is not None:
+            rows.take_selections(below.paged)
+            if below.encoder_output is not None:
+                state.encoder_output = below.of_kept(below.encoder_output)
+        return state

@@ -31,9 +31,9 @@ from finwhale.cache.paged_pools import PagedPools
 from finwhale.cache.prefix_index import Match, PrefixIndex
 from finwhale.cache.prefix_key import block_key
 from finwhale.config.engine import EngineConfig
+from finwhale.engine.live_rows import Work
 from finwhale.engine.paged_pass import RowSpan
 from finwhale.engine.prefill import exact_decoder_rows, exact_encoder_rows
-from finwhale.engine.runner import Work
 from finwhale.engine.sequence import Sequence
 from finwhale.telemetry import get_logger
 from finwhale.tiers.tier import Tier
@@ -84,6 +84,7 @@ class Scheduler:
         self.config, self.pools, self.allocator, self.index = config, pools, allocator, index
         text = pools.layout.config
         self.window = text.sliding_window
+        self.bounded_rows = config.replay_windows * text.sliding_window
         self.decoder_tail = exact_decoder_rows(text)
         self.encoder_tail = exact_encoder_rows(text)
         self.waiting: deque[Sequence] = deque()
@@ -284,7 +285,7 @@ class Scheduler:
         if self.config.prefill == "full":
             return 0
         if self.config.prefill == "bounded":
-            start = max(0, stored - self.window)
+            start = max(0, stored - self.bounded_rows)
         else:
             start = max(0, min(stored, self._decoder_rows(length)) - self.encoder_tail)
         start -= start % self.pools.layout.ratio_multiple
@@ -292,9 +293,11 @@ class Scheduler:
 
     def _decoder_rows(self, length: int) -> int:
         """Return the first row that the decoder reads for an exact start."""
+        return max(0, self._last_block_end(length) - self.decoder_tail)
+
+    def _last_block_end(self, length: int) -> int:
         # Of a prompt of whole blocks a later request can match all blocks but the last.
-        size = self.config.block_size
-        return max(0, (length - 1) // size * size - self.decoder_tail)
+        return (length - 1) // self.config.block_size * self.config.block_size
 
     def _plan_start(self, sequence: Sequence, saved: int) -> bool:
         """Return whether to restore saved windows, having decided where a sequence begins.
@@ -306,8 +309,11 @@ class Scheduler:
                  counts: the first without global KV or the first that the decoder reads. Saved
                  windows replace that replay where they begin later.
         bounded  The last window's rows of the hit run again, and the decoder on the last window
-                 of the prompt: A01.
+                 of the prompt (or on `replay_windows` of each): A01.
         full     From the start, all layers.
+
+        With `trim_rows` a layer runs on what is needed of these rows alone (`live_rows.py`), so
+        windows are whole from there on that the plan aims at, and not before.
         """
         length, stored, multiple = (
             len(sequence.tokens),
@@ -315,10 +321,12 @@ class Scheduler:
             self.pools.layout.ratio_multiple,
         )
         sequence.exact_from = 0
-        if self.config.prefill == "full" or sequence.wants_prompt_results:
+        is_read_whole = self.config.prefill == "full" or sequence.wants_prompt_results
+        if is_read_whole:
             start = decoder = 0
         elif self.config.prefill == "bounded":
-            start, decoder = max(0, stored - self.window), max(0, length - self.window)
+            start = max(0, stored - self.bounded_rows)
+            decoder = max(0, length - self.bounded_rows)
         else:
             decoder = self._decoder_rows(length)
             start = max(0, min(stored, decoder) - self.encoder_tail)
@@ -337,6 +345,15 @@ class Scheduler:
                 sequence.exact_from = start + self.encoder_tail
             if decoder_floor and not (is_restored and decoder == saved):
                 sequence.exact_from = max(sequence.exact_from, decoder + self.decoder_tail)
+        sequence.encoder_whole = sequence.decoder_whole = None
+        if self.config.trim_rows and not is_read_whole:
+            # Only exact windows are saved at a block end; bounded ones serve the last token alone.
+            is_exact = self.config.prefill == "exact"
+            end = self._last_block_end(length) if is_exact else length - 1
+            # W - 1 rows per layer, one less than `decoder_tail`, whose last query nobody asks.
+            sequence.encoder_whole = min(stored, max(decoder, end - self.decoder_tail + 1))
+            sequence.decoder_whole = end
+            sequence.exact_from = max(sequence.encoder_whole, end)
         sequence.num_computed, sequence.encoder_floor = start, floor
         sequence.decoder_start, sequence.decoder_floor = decoder, decoder_floor
         return is_restored
@@ -375,6 +392,8 @@ class Scheduler:
             decoder_start=sequence.decoder_start,
             decoder_floor=sequence.decoder_floor,
             first_logits=first_logits,
+            encoder_whole=sequence.encoder_whole,
+            decoder_whole=sequence.decoder_whole,
         )
 
     def computed(self, sequence: Sequence, stop: int) -> None:

@@ -7,6 +7,8 @@
 | `encoder_floor` | first position whose encoder window row exists                           |
 | `decoder_start` | first position that the decoder runs on                                  |
 | `decoder_floor` | first position whose decoder window row exists                           |
+| `encoder_whole` | as in `live_rows.Work`, of the encoder; None: all its rows run            |
+| `decoder_whole` | the same of the decoder                                                  |
 | `exact_from`    | from this length on all windows are exact, so they may be shared         |
 
 A residence is the time between admission and preemption or the end; after a preemption the sequence
@@ -57,6 +59,8 @@ class Sequence:
     encoder_floor: int = 0
     decoder_start: int = 0
     decoder_floor: int = 0
+    encoder_whole: int | None = None
+    decoder_whole: int | None = None
     exact_from: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0

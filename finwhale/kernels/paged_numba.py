@@ -1,11 +1,11 @@
-"""Attention and index scores straight from packed cache rows, compiled for one CPU thread.
+"""Attention straight from packed cache rows, compiled for one CPU thread.
 
 Same contracts as `finwhale.cache.paged_reads`. A result is a function of its own row: visible keys
 are taken in slot order, in tiles of fixed size, and every inner loop has one order of arithmetic.
 The easy mistake: an inner loop as long as what is left, whose last elements would go through other
 instructions and get other bits than the same elements of a longer row.
 Only files named *_numba.py import numba; nothing imports them unless asked (extra `engine`).
-Source: spec/backbone.md sections 4.5, 5.3 and 9.
+Source: spec/backbone.md sections 4.5 and 9.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from finwhale.cache.paged_reads import entry_row_bytes, index_row_bytes, window_row_bytes
+from finwhale.cache.paged_reads import entry_row_bytes, window_row_bytes
 from finwhale.kernels.fused_numba import exponential
 from finwhale.kernels.select import KernelError
 from finwhale.ops.codecs import e2m1_decode, ue8m0_decode, unpack_nibbles
@@ -28,21 +28,19 @@ _compiled = njit(cache=True, nogil=True, error_model="numpy", fastmath={"reassoc
 # functions here, this file must be touched too.
 _BYTES = torch.arange(256, dtype=torch.uint8)
 _E4M3 = _BYTES.view(torch.float8_e4m3fn).float().numpy()  # [256]
-_UE8M0 = ue8m0_decode(_BYTES).numpy()  # [256]
+UE8M0 = ue8m0_decode(_BYTES).numpy()  # [256]
 _PAIRS = e2m1_decode(unpack_nibbles(_BYTES[:, None]))  # [256, 2]
-_E2M1_EVEN = _PAIRS[:, 0].contiguous().numpy()
-_E2M1_ODD = _PAIRS[:, 1].contiguous().numpy()
+E2M1_EVEN = _PAIRS[:, 0].contiguous().numpy()
+E2M1_ODD = _PAIRS[:, 1].contiguous().numpy()
 # Keys per tile of attention; 64 rows of 512 fp32 values are 128 KiB, so they stay near the core.
 _KEYS = 64
 # From this many queries on it pays to look which rows they share.
 _MIN_DECODE_ONCE = 8
 _DECODED_BYTES = 1 << 27
-# Entries per tile of index scores: the length of every inner loop.
-_ENTRIES = 64
 
 
 # What a row holds: codes with scales, or plain values of two or four bytes.
-_KINDS = {"fp4": 0, "bf16": 2, "fp32": 4}
+KINDS = {"fp4": 0, "bf16": 2, "fp32": 4}
 
 
 @_compiled
@@ -60,7 +58,7 @@ def _unpack_window(packed, row):
     """Write the fp32 values of one window row. packed [wb] uint8, row [D] fp32."""
     dim = row.shape[0]
     for g in range(dim // 32):
-        scale = _UE8M0[packed[dim + g]]
+        scale = UE8M0[packed[dim + g]]
         for i in range(32 * g, 32 * g + 32):
             row[i] = _E4M3[packed[i]] * scale
 
@@ -72,8 +70,8 @@ def _unpack_entry(packed, row):
     for g in range(half // 8):
         scale = _E4M3[packed[half + g]]
         for i in range(8 * g, 8 * g + 8):
-            row[2 * i] = _E2M1_EVEN[packed[i]] * scale
-            row[2 * i + 1] = _E2M1_ODD[packed[i]] * scale
+            row[2 * i] = E2M1_EVEN[packed[i]] * scale
+            row[2 * i + 1] = E2M1_ODD[packed[i]] * scale
 
 
 @_compiled
@@ -287,110 +285,18 @@ def _attend_decoded(q, decoded, index, sink, factor, out):
                     out[t, h, d] *= share
 
 
-@_compiled
-def _load_entries(keys, rows, count, kind, scales, values):
-    """Write the values of `count` pool rows, channels first: values [DI, _ENTRIES] fp32.
-
-    rows [_ENTRIES] int64, scales [_ENTRIES] fp32 scratch
-    """
-    dim = values.shape[0]
-    half = dim // 2
-    if kind:
-        bits = values.view(np.int32)
-        for d in range(dim):
-            for j in range(count):
-                pattern = np.int32(0)
-                for b in range(kind):
-                    pattern |= np.int32(keys[rows[j], kind * d + b]) << (8 * (4 - kind + b))
-                bits[d, j] = pattern
-        return
-    for g in range(dim // 32):
-        for j in range(count):
-            scales[j] = _UE8M0[keys[rows[j], half + g]]
-        for i in range(16 * g, 16 * g + 16):
-            even, odd = values[2 * i], values[2 * i + 1]
-            for j in range(count):
-                byte = keys[rows[j], i]
-                even[j] = _E2M1_EVEN[byte] * scales[j]
-                odd[j] = _E2M1_ODD[byte] * scales[j]
-
-
-@_compiled
-def _score_entries(q, weights, values, dots, scores):
-    """Write scores[j] = sum_h w_h relu(q_h . k_j). q [HI, DI], values [DI, _ENTRIES].
-
-    Two heads at a time; an odd last head goes with itself at weight 0.
-    """
-    heads, dim = q.shape
-    x, y = dots[0], dots[1]
-    for j in range(_ENTRIES):
-        scores[j] = 0.0
-    for h in range(0, heads, 2):
-        other = min(h + 1, heads - 1)
-        for j in range(_ENTRIES):
-            x[j] = 0.0
-            y[j] = 0.0
-        for d in range(0, dim, 4):
-            a0, a1, a2, a3 = q[h, d], q[h, d + 1], q[h, d + 2], q[h, d + 3]
-            b0, b1, b2, b3 = q[other, d], q[other, d + 1], q[other, d + 2], q[other, d + 3]
-            k0, k1, k2, k3 = values[d], values[d + 1], values[d + 2], values[d + 3]
-            for j in range(_ENTRIES):
-                x[j] += a0 * k0[j] + a1 * k1[j] + a2 * k2[j] + a3 * k3[j]
-                y[j] += b0 * k0[j] + b1 * k1[j] + b2 * k2[j] + b3 * k3[j]
-        w = weights[h]
-        v = weights[other] if other > h else np.float32(0.0)
-        for j in range(_ENTRIES):
-            # A NaN is not below 0, so it stays.
-            near = w * (np.float32(0.0) if x[j] < 0 else x[j])
-            scores[j] += near + v * (np.float32(0.0) if y[j] < 0 else y[j])
-
-
-@_compiled
-def _score_rows(q, weights, keys, tables, sequence, order, visible, per_block, kind, out):
-    tokens, _, dim = q.shape
-    num_columns = out.shape[1]
-    rows, scales = np.zeros(_ENTRIES, np.int64), np.zeros(_ENTRIES, np.float32)
-    # Columns behind the last entry keep older values: no column meets another one.
-    values = np.zeros((dim, _ENTRIES), np.float32)
-    dots, scores = np.empty((2, _ENTRIES), np.float32), np.empty(_ENTRIES, np.float32)
-    begin = 0
-    while begin < tokens:
-        s = sequence[order[begin]]
-        end = begin
-        longest = 0
-        while end < tokens and sequence[order[end]] == s:
-            longest = max(longest, min(visible[order[end]], num_columns))
-            end += 1
-        for start in range(0, longest, _ENTRIES):
-            count = min(_ENTRIES, longest - start)
-            for j in range(count):
-                block = (start + j) // per_block
-                rows[j] = tables[s, block] * per_block + start + j - block * per_block
-            _load_entries(keys, rows, count, kind, scales, values)
-            for i in range(begin, end):
-                t = order[i]
-                size = min(count, visible[t] - start)
-                if size > 0:
-                    _score_entries(q[t], weights[t], values, dots, scores)
-                    for j in range(size):
-                        out[t, start + j] = scores[j]
-        begin = end
-    for t in range(tokens):
-        for e in range(max(0, visible[t]), num_columns):
-            out[t, e] = -np.inf
-
-
-def _array(name: str, x: Tensor, dtype: torch.dtype) -> np.ndarray:
+def plain_array(name: str, x: Tensor, dtype: torch.dtype) -> np.ndarray:
     """Return x as a contiguous array over the same memory, or refuse it."""
     if x.dtype is not dtype or not x.is_cpu:
         raise KernelError(f"{name}: got {x.dtype} on {x.device}, expected {dtype} on a CPU")
     return np.ascontiguousarray((x.detach() if x.requires_grad else x).numpy())
 
 
-def _rows(name: str, x: Tensor, row_bytes: int) -> np.ndarray:
+def packed_rows(name: str, x: Tensor, row_bytes: int) -> np.ndarray:
+    """Return packed rows as such an array, or refuse their width."""
     if x.shape[-1] != row_bytes:
         raise KernelError(f"{name}: got rows of {x.shape[-1]} bytes, expected {row_bytes}")
-    return _array(name, x, torch.uint8)
+    return plain_array(name, x, torch.uint8)
 
 
 def paged_attention(
@@ -413,15 +319,15 @@ def paged_attention(
     if main is None:
         main = torch.empty(0, entry_row_bytes(dim, storage), dtype=torch.uint8)
         entry_index = entry_index.new_empty(tokens, 0)
-    queries, factor = _array("q", q, torch.float32), np.float32(dim**-0.5)
+    queries, factor = plain_array("q", q, torch.float32), np.float32(dim**-0.5)
     rows = (
-        _rows("fresh", fresh, window_row_bytes(dim, storage)),
-        _rows("ring", ring, window_row_bytes(dim, storage)),
-        _rows("main", main, entry_row_bytes(dim, storage)),
+        packed_rows("fresh", fresh, window_row_bytes(dim, storage)),
+        packed_rows("ring", ring, window_row_bytes(dim, storage)),
+        packed_rows("main", main, entry_row_bytes(dim, storage)),
     )
-    windows = _array("window_index", window_index, torch.int64)
-    entries = _array("entry_index", entry_index, torch.int64)
-    sinks, kind = _array("sink", sink, torch.float32), _KINDS[storage]
+    windows = plain_array("window_index", window_index, torch.int64)
+    entries = plain_array("entry_index", entry_index, torch.int64)
+    sinks, kind = plain_array("sink", sink, torch.float32), KINDS[storage]
     if tokens >= _MIN_DECODE_ONCE:
         index = np.empty((tokens, windows.shape[1] + entries.shape[1]), np.int32)
         num_window = rows[0].shape[0] + rows[1].shape[0]
@@ -433,118 +339,3 @@ def paged_attention(
             return out
     _attend(queries, rows[0], rows[1], windows, rows[2], entries, sinks, kind, factor, out.numpy())
     return out
-
-
-def paged_index_scores(
-    q: Tensor,
-    weights: Tensor,
-    keys: Tensor,
-    tables: Tensor,
-    sequence: Tensor,
-    visible: Tensor,
-    entries_per_block: int,
-    storage: str = "fp4",
-    num_columns: int | None = None,
-) -> Tensor:
-    """Return [T, M] fp32; same contract as `finwhale.cache.paged_reads.paged_index_scores_ref`.
-
-    Tiles of entries are decoded channels first, so no sum runs across vector lanes. No gradient.
-    """
-    tokens, _, dim = q.shape
-    if num_columns is None:
-        num_columns = int(visible.max()) if tokens else 0
-    out = torch.empty(tokens, num_columns)
-    which = _array("sequence", sequence, torch.int64)
-    _score_rows(
-        _array("q", q, torch.float32),
-        _array("weights", weights, torch.float32),
-        _rows("keys", keys, index_row_bytes(dim, storage)),
-        _array("tables", tables, torch.int64),
-        which,
-        # Sorted by sequence: a tile of keys is decoded once for all rows of its sequence.
-        np.argsort(which, kind="stable"),
-        _array("visible", visible, torch.int64),
-        entries_per_block,
-        _KINDS[storage],
-        out.numpy(),
-    )
-    return out
-
-
-@_compiled
-def _score_listed(q, weights, keys, listed, kind, out):
-    tokens, _, dim = q.shape
-    length = listed.shape[1]
-    rows, scales = np.zeros(_ENTRIES, np.int64), np.zeros(_ENTRIES, np.float32)
-    values = np.zeros((dim, _ENTRIES), np.float32)
-    dots, scores = np.empty((2, _ENTRIES), np.float32), np.empty(_ENTRIES, np.float32)
-    for t in range(tokens):
-        for start in range(0, length, _ENTRIES):
-            count = min(_ENTRIES, length - start)
-            seen = 0
-            for j in range(count):
-                rows[j] = max(listed[t, start + j], 0)
-                seen += listed[t, start + j] >= 0
-            if seen:
-                _load_entries(keys, rows, count, kind, scales, values)
-                _score_entries(q[t], weights[t], values, dots, scores)
-            for j in range(count):
-                is_seen = listed[t, start + j] >= 0
-                out[t, start + j] = scores[j] if is_seen else np.float32(-np.inf)
-
-
-def paged_listed_scores(
-    q: Tensor, weights: Tensor, keys: Tensor, listed: Tensor, storage: str = "fp4"
-) -> Tensor:
-    """Return scores [T, L] fp32 of the pool rows `listed` [T, L] int64; -inf where that is -1.
-
-    Each has the bits that `paged_index_scores` gives it: a column of a tile meets no other. For a
-    search in the candidate pool, whose size does not grow with the context (section 5.5).
-    """
-    out = torch.empty(listed.shape)
-    _score_listed(
-        _array("q", q, torch.float32),
-        _array("weights", weights, torch.float32),
-        _rows("keys", keys, index_row_bytes(q.shape[-1], storage)),
-        _array("listed", listed, torch.int64),
-        _KINDS[storage],
-        out.numpy(),
-    )
-    return out
-
-
-@_compiled
-def _select(scores, k, chosen):
-    rows, num = scores.shape
-    values = np.empty(num, np.float32)
-    for t in range(rows):
-        count = 0
-        for e in range(num):
-            # A NaN counts as minus infinity, which is never chosen.
-            values[e] = scores[t, e] if scores[t, e] == scores[t, e] else -np.inf
-            count += values[e] > -np.inf
-        slot, room, threshold = 0, k, np.float32(-np.inf)
-        if count > k:
-            threshold = np.partition(values, num - k)[num - k]
-            for e in range(num):
-                room -= values[e] > threshold
-        for e in range(num):
-            is_level = count <= k or values[e] == threshold
-            if values[e] > -np.inf and (values[e] > threshold or (is_level and room > 0)):
-                if values[e] == threshold:
-                    room -= 1
-                chosen[t, slot] = e
-                slot += 1
-        for s in range(slot, k):
-            chosen[t, s] = -1
-
-
-def select_topk(scores: Tensor, k: int) -> Tensor:
-    """Return [..., min(k, M)] int64; same contract as `finwhale.ops.index.select_topk`."""
-    *lead, num = scores.shape
-    k = min(k, num)
-    chosen = np.empty((*lead, k), np.int64)
-    if chosen.size:
-        flat = _array("scores", scores, torch.float32).reshape(-1, num)
-        _select(flat, k, chosen.reshape(-1, k))
-    return torch.from_numpy(chosen)

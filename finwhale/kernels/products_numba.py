@@ -19,9 +19,16 @@ import torch
 from llvmlite import binding
 from numba import config as numba_config
 from numba import njit
+from numba.core.codegen import get_host_cpu_features
 from torch import Tensor
 
 from finwhale.kernels.fused_numba import _array, _constant, _empty, _sigmoid, exponential
+
+
+def compiler_features() -> str:
+    """Return the processor's features as the compiler sees them, "+name,-name,..."."""
+    set_here = vars(numba_config)["CPU_FEATURES"]  # "" for a generic processor
+    return get_host_cpu_features() if set_here is None else set_here
 
 
 def compiled_for() -> str:
@@ -31,9 +38,8 @@ def compiled_for() -> str:
     their place; two machines of one instruction set may differ.
     """
     set_here = vars(numba_config)  # made at import, from the environment
-    features = set_here["CPU_FEATURES"] or binding.get_host_cpu_features().flatten()
     model = set_here["CPU_NAME"] or binding.get_host_cpu_name()
-    digest = hashlib.sha256(features.encode()).hexdigest()[:16]
+    digest = hashlib.sha256(compiler_features().encode()).hexdigest()[:16]
     return f"llvmlite {llvmlite.__version__} {model} {digest} -O{set_here['OPT']}"
 
 

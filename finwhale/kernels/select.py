@@ -89,7 +89,7 @@ def training_unsupported(config: TextConfig, sequence_length: int) -> str | None
 @cache
 def _gpu_ops(compiled: bool) -> Ops:
     """Return one record for all models of the process: what it compiled serves them all."""
-    from finwhale.kernels import experts, head_loss, hyper, index_scores, select_topk, sinkhorn
+    from finwhale.kernels import experts, head_loss, hyper, index_scores, sinkhorn
     from finwhale.kernels import sparse_attention as attention
 
     reason = head_loss.head_loss_unsupported()
@@ -107,7 +107,7 @@ def _gpu_ops(compiled: bool) -> Ops:
         sparse_attention_with_mass=attention.sparse_attention_with_mass_triton,
         pool_group=wrap(compress.pool_group),
         visible_index_scores=index_scores.visible_index_scores_triton,
-        select_topk=select_topk.select_topk_triton,
+        select_topk=index_scores.select_topk_triton,
         hyper_mix=partial(
             hyper.hyper_mix_fused,
             sinkhorn=sinkhorn.sinkhorn_triton,

@@ -41,22 +41,23 @@ class Attention(nn.Module):
 
         x            [B, T, C] normalised collapsed streams
         entry_input  [B, T, C] what the compressor reads instead of x (general CED form), or None
-        returns      [B, T, C]
+        returns      [B, T', C] of the rows whose output is read; all T but in an engine's pass
         """
         c, ops, spec = self.parts.config, self.parts.ops, self.spec
-        rotation = state.token_rotation(spec)
-        qr = self.q_norm(self.wq_a(x))
+        rotation, query_rotation = state.token_rotation(spec), state.query_rotation(spec)
+        queries = state.of_kept(x)
+        qr = self.q_norm(self.wq_a(queries))
         q = self.wq_b(qr).unflatten(-1, (c.num_attention_heads, c.head_dim))  # [B, T, H, D]
-        q = ops.apply_rope(q, rotation)
+        q = ops.apply_rope(q, query_rotation)
         window_kv = ops.apply_rope(self.kv_norm(self.wkv(x)), rotation)  # [B, T, D]
         state.note(f"window_kv_raw.{spec.layer_id}", window_kv)
         window_kv = state.cached(self.parts, ops.round_window_kv, window_kv)
         self.publish(x if entry_input is None else entry_input, state)
         if self.indexer is not None:
-            state.topk[spec.layer_id] = self.indexer(x, qr, state)
+            state.topk[spec.layer_id] = self.indexer(queries, qr, state)
             state.note(f"topk.{spec.layer_id}", state.topk[spec.layer_id])
         out = self._attend(state, q, window_kv)
-        out = ops.apply_rope(out, rotation, inverse=True)
+        out = ops.apply_rope(out, query_rotation, inverse=True)
         # D10: wo_a reads bf16, its input is not rounded to FP8.
         grouped = out.flatten(-2).unflatten(-1, (c.o_groups, -1))  # [B, T, G, H/G * D]
         return self.wo_b(ops.grouped_linear(grouped, self.wo_a.weight))

@@ -63,20 +63,23 @@ class Block(nn.Module):
         self.attn.publish(x, state)
 
     def forward(self, streams: Tensor, pre: Tensor, state: ForwardState, pad_id: int):
-        """Return the updated streams and the mix for the next collapse.
+        """Return the updated streams and the mix for the next collapse, of `state.kept` rows.
 
         streams  [B, T, N, C]
         pre      [B, T, N] fp32 mix of the site before
+
+        A row that is not kept leaves its window row and nothing else.
         """
         ops, layer = self.parts.ops, self.spec.layer_id
-        state.layer_tokens[layer] = state.layer_tokens.get(layer, 0) + streams.shape[1]
         if self.engram is not None:
             streams = self.engram(streams, state, pad_id)
-        mix = self._mix("attn", streams)
+        kept = state.of_kept(streams)
+        state.layer_tokens[layer] = state.layer_tokens.get(layer, 0) + kept.shape[1]
+        mix = self._mix("attn", kept)
         x = self.attn_norm(ops.hyper_collapse(streams, pre))
         state.note(f"attn_in.{layer}", x)
         y = self.attn(x, state, self._entry_input(state))
-        streams = ops.hyper_expand(y, streams, mix.post, mix.comb)
+        streams = ops.hyper_expand(y, kept, mix.post, mix.comb)
         pre, mix = mix.pre, self._mix("ffn", streams)
         z = self.ffn_norm(ops.hyper_collapse(streams, pre))
         state.note(f"ffn_in.{layer}", z)

@@ -36,9 +36,9 @@ class Compressor(nn.Module):
 
         The pooled value is rounded to the compute dtype before its norm (D07).
         """
+        if state.continuation is not None:
+            x = state.continuation.new_token_rows(self.spec, x)
         if self.wgate is None:
-            if state.continuation is not None:
-                x = state.continuation.new_token_rows(self.spec, x)
             return self.norm(self.wkv(x))
         if state.continuation is not None:
             rows = torch.stack((self.wkv(x), self.wgate(x)), dim=-2)  # [B, T, 2, D]

@@ -30,20 +30,23 @@ class PagedRows(Protocol):
     def groups(self, spec: LayerSpec, positions: Tensor) -> Groups:
         """Return the groups that these rows complete, as `Continuation.groups`."""
 
+    def new_token_rows(self, spec: LayerSpec, x: Tensor) -> Tensor:
+        """Return the rows of x [1, T, C] that entries are made from, as `Continuation`."""
+
     def complete_groups(self, spec: LayerSpec, rows: Tensor) -> Tensor:
         """Return the rows of every group that is complete now, as `Continuation`."""
-
-    def new_token_rows(self, spec: LayerSpec, x: Tensor) -> Tensor:
-        """Return the rows of x whose ratio-1 entries are not stored yet, as `Continuation`."""
 
     def append(self, layer: int, entries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
         """Pack and store new entries and index keys [1, M, ...]."""
 
     def attend(self, spec: LayerSpec, q: Tensor, window_kv: Tensor, sink: Tensor) -> Tensor:
-        """Return the attention core's output [1, T, H, D] for raw window rows [1, T, D]."""
+        """Return the attention core's output for queries [1, T', H, D] (`ForwardState.kept`).
+
+        window_kv  [1, T, D] raw window rows of all tokens
+        """
 
     def select(self, spec: LayerSpec, q: Tensor, weights: Tensor) -> Tensor:
-        """Return pool rows of the selected entries, [1, T, K] int64, -1 empty."""
+        """Return pool rows of the selected entries, [1, T', K] int64, -1 empty."""
 
     def engram_positions(self) -> tuple[Tensor, Tensor]:
         """Return positions of ids behind their histories [1, T'], and which are own [T]."""
@@ -106,7 +109,7 @@ class Continuation:
     def complete_groups(self, spec: LayerSpec, rows: Tensor) -> Tensor:
         """Return the rows of every group that is complete now and not yet stored.
 
-        rows     [1, T, 2, D] fp32 content and gate of the new tokens
+        rows     [1, T, 2, D] fp32 content and gate of the tokens that `new_token_rows` gave
         returns  [1, M, r, 2, D]
         """
         kept = self.past.open_groups[spec.layer_id]
@@ -126,7 +129,12 @@ class Continuation:
         return joined[first : first + count * spec.ratio].unflatten(0, (count, spec.ratio))[None]
 
     def new_token_rows(self, spec: LayerSpec, x: Tensor) -> Tensor:
-        """Return the rows of x [1, T, C] whose ratio-1 entries are not stored yet."""
+        """Return the rows of x [1, T, C] that entries are made from, at ratio 1 those not stored.
+
+        At ratio 2 all: a group that a prefix leaves open is made again from its first token.
+        """
+        if spec.ratio > 1:
+            return x
         stored = self._stored_entries(spec)
         return x[:, max(0, min(stored - self.start, x.shape[1])) :]
 

@@ -54,7 +54,7 @@ class Indexer(nn.Module):
         """Return index queries [B, T, HI, DI] and scaled head weights [B, T, HI]."""
         c, ops, spec = self.parts.config, self.parts.ops, self.spec
         q = self.wq_b(qr).unflatten(-1, (c.index_n_heads, c.index_head_dim))
-        q = ops.apply_rope(q, state.token_rotation(spec))
+        q = ops.apply_rope(q, state.query_rotation(spec))
         state.note(f"index_q_raw.{spec.layer_id}", q)
         q = rounded(self.parts, ops.round_index, q)
         weights = self.weights_proj(x) * (c.index_head_dim**-0.5 * c.index_n_heads**-0.5)

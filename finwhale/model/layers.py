@@ -81,13 +81,15 @@ class ForwardState:
     encoder_output             [B, T, C] collapsed streams at the encoder-decoder cut, or None
     plan                       how a training pass selects (selection_plan.py); None: as deployed
     paged                      packed pools under many sequences (an engine's pass), or None
-    layer_tokens[L]            rows that layer L has run on
+    kept                       [T'] rows whose output is read (an engine's pass); None: all T
+    layer_tokens[L]            rows whose output layer L has made
     stale_keys, stale_rows     [B, M, DI], [B, T] bool: stale_slot.py; None by the default rule
     """
 
     packing: Packing
     continuation: Continuation | PagedRows | None = None
     paged: PagedRows | None = None
+    kept: Tensor | None = None
     image_mask: Tensor | None = None
     compressed_ids: Tensor | None
     trace: dict[str, Any] | None = None
@@ -122,6 +124,19 @@ class ForwardState:
             frequencies = self.frequencies[spec.rope]
             self._rotations[key] = rope_rotation(self.packing.positions, frequencies)
         return self._rotations[key]
+
+    def query_rotation(self, spec: LayerSpec) -> Tensor:
+        """Return the rotation at the position of each row whose output is read."""
+        if self.kept is None:
+            return self.token_rotation(spec)
+        key = (spec.rope, -1)
+        if key not in self._rotations:
+            self._rotations[key] = self.token_rotation(spec)[:, :, self.kept]
+        return self._rotations[key]
+
+    def of_kept(self, x: Tensor) -> Tensor:
+        """Return the rows of x [B, T, ...] whose output is read."""
+        return x if self.kept is None else x[:, self.kept]
 
     def entry_rotation(self, spec: LayerSpec) -> Tensor:
         """Return the rotation at the first token of each entry's group, [2, B, M, R/2]."""

@@ -32,6 +32,7 @@ logger = get_logger("serve")
 # After so many failed steps in a row the engine is taken for broken, and no request is accepted.
 MAX_FAILED_STEPS = 3
 _RETRY_AFTER_S = 1
+_MOST_REST_S = 3600.0
 
 
 class ServedEngine(Protocol):
@@ -59,6 +60,10 @@ class ServedEngine(Protocol):
 
     def step(self) -> list[RequestOutput]:
         """Run one forward and return the increments."""
+        ...
+
+    def rest(self) -> float | None:
+        """Free what is too old; return the seconds until there is more, None: nothing to free."""
         ...
 
 
@@ -221,7 +226,10 @@ class Worker:
 
     def _read_inbox(self, *, wait: bool) -> None:
         try:
-            message = self._inbox.get(block=wait)
+            # Nobody asks an idle engine for anything, and what is too old would stay.
+            left = self._engine.rest() if wait else None
+            timeout = None if left is None else min(left, _MOST_REST_S)
+            message = self._inbox.get(block=wait, timeout=timeout)
             while True:
                 if isinstance(message, _Job):
                     self._add(message)

@@ -74,7 +74,7 @@ class WindowPool:
     def put(self, key: bytes, value: object, num_bytes: int) -> bool:
         """Keep a value in place of an older one; False if it is larger than the whole budget."""
         self._drop(key)
-        self._expire()
+        self.expire()
         if num_bytes > self.max_bytes:
             self._stats.rejected += 1
             return False
@@ -89,7 +89,7 @@ class WindowPool:
 
     def longest(self, keys: Sequence[bytes]) -> tuple[int, object] | None:
         """Return (number of blocks, value) of the longest prefix of a chain that has a value."""
-        self._expire()
+        self.expire()
         for num_blocks in range(len(keys), 0, -1):
             key = keys[num_blocks - 1]
             if self.renew(key):
@@ -106,15 +106,21 @@ class WindowPool:
         for key in list(self._kept):
             self._drop(key)
 
-    def _expire(self) -> None:
+    def expire(self) -> float | None:
+        """Give up what is too old; return the seconds until the next will be, None: nothing left.
+
+        `put` and `longest` do so too; who waits for a request calls it, or memory stays taken.
+        """
         # Order of use is order of time, so the first that lives ends the search.
         now = self._clock()
         while self._kept:
             key, kept = next(iter(self._kept.items()))
-            if now - kept.last_used_s < self.lifetime_s:
-                return
+            left = self.lifetime_s - (now - kept.last_used_s)
+            if left > 0:
+                return left
             self._drop(key)
             self._stats.expired += 1
+        return None
 
     def _drop(self, key: bytes) -> None:
         kept = self._kept.pop(key, None)

@@ -10,7 +10,7 @@ pytest.importorskip("liger_kernel", reason="the fused loss needs liger-kernel")
 from finwhale.kernels.experts import grouped_experts
 from finwhale.kernels.head_loss import head_loss_fused
 from finwhale.kernels.hyper import hyper_collapse_triton, hyper_expand_triton
-from finwhale.kernels.select_topk import select_topk_triton
+from finwhale.kernels.index_scores import select_topk_triton
 from finwhale.ops.head_loss import NO_TARGET, head_loss_ref
 from finwhale.ops.hyper_connection import hyper_collapse, hyper_expand
 from finwhale.ops.index import select_topk_ref

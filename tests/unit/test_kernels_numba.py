@@ -16,7 +16,8 @@ from finwhale.cache.paged_reads import (
     paged_index_scores_ref,
 )
 from finwhale.kernels import fused_numba, paged_numba
-from finwhale.kernels.paged_numba import paged_attention, paged_index_scores
+from finwhale.kernels.index_scores_numba import paged_index_scores
+from finwhale.kernels.paged_numba import paged_attention
 from finwhale.kernels.select import KernelError
 from finwhale.ops import engram, moe, norm, rope
 from finwhale.ops import hyper_connection as hyper

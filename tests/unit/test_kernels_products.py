@@ -14,7 +14,7 @@ from finwhale.engine.invariance import (
 )
 from finwhale.kernels import codecs_numba as codecs
 from finwhale.kernels import products_numba as products
-from finwhale.kernels.paged_numba import select_topk
+from finwhale.kernels.index_scores_numba import select_topk
 from finwhale.ops import linear as plain
 from finwhale.ops.index import select_topk_ref
 from finwhale.ops.moe import clamped_swiglu, route_experts

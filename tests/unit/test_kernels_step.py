@@ -15,8 +15,8 @@ pytest.importorskip("triton", reason="the kernels need triton")
 
 from finwhale.kernels.experts import grouped_experts
 from finwhale.kernels.hyper import hyper_collapse_triton, hyper_expand_triton, hyper_mix_fused
+from finwhale.kernels.index_scores import select_topk_triton
 from finwhale.kernels.select import KernelError, grouped_linear_native, training_ops
-from finwhale.kernels.select_topk import select_topk_triton
 from finwhale.ops import FAST
 from finwhale.ops.hyper_connection import (
     hyper_collapse,

@@ -83,6 +83,22 @@ def test_a_listener_hears_accepted_then_every_token_then_the_end(start):
     assert worker.num_in_flight == 0
 
 
+def test_an_idle_engine_is_asked_what_is_too_old(start):
+    asked, left = threading.Semaphore(0), [0.001, 0.001, 1e300]
+
+    class Resting(ScriptedEngine):
+        def rest(self):
+            asked.release()
+            return left.pop(0) if left else None
+
+    worker = start(Resting(words(3)))
+    # Nothing is sent, and it is asked again when the time that it named is over.
+    for _ in range(3):
+        assert asked.acquire(timeout=10)
+    listener = submit(worker)
+    listener.next()
+
+
 def test_all_calls_to_the_engine_come_from_one_thread_that_is_not_the_callers(start):
     seen = set()
 

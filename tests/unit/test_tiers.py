@@ -306,6 +306,21 @@ def test_windows_live_their_time_since_they_were_of_use():
     assert pool.stats().expired == 2
 
 
+def test_windows_that_are_too_old_go_without_being_asked_for():
+    pool, clock = pool_of(100, lifetime_s=60)
+    assert pool.expire() is None
+    pool.put(b"a", 1, 5)
+    clock.now += 20
+    pool.put(b"b", 2, 5)
+    assert pool.expire() == 40
+    clock.now += 40
+    assert pool.expire() == 20
+    assert (pool.stats().expired, pool.stats().num_bytes) == (1, 5)
+    clock.now += 1000
+    assert pool.expire() is None
+    assert (pool.stats().expired, pool.stats().num_bytes) == (2, 0)
+
+
 @pytest.mark.parametrize("lifetime_s", [0, -1, float("nan")])
 def test_a_lifetime_that_is_none_is_refused(lifetime_s):
     with pytest.raises(ValueError, match="lifetime_s: got"):
