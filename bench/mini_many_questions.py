@@ -1,12 +1,13 @@
 """Recall in rows of many facts that are all asked for: many answers from few long passes.
 
-    python bench/mini_many_questions.py --model models/finwhale-mini --lengths 16384 65536 \\
-        --documents 8 --out runs/many.jsonl
+    python bench/mini_many_questions.py --lengths 65536 --documents 2 --out runs/many.jsonl
 The grid of `mini_evals.py` asks one question a row, so its cells are independent and a row of
 65,536 tokens yields one answer. Here each row holds `--facts` facts at random places and asks for
-every one at its end, as the task `needles` of the training does, and `associative_recall` with
-scattered pairs. A line per kind and length counts the right answers by the fifth of the row that
-the fact lies in. Answers of one row are not independent of each other.
+every one, as the task `needles` of the training does, and `associative_recall` with scattered
+pairs. A line per kind and length counts the right answers by the fifth of the row that the fact
+lies in. On a CPU the engine reads the document once and each question is a request of its own that
+finds it in the prefix cache; on a GPU one forward pass reads all questions, answers included.
+Answers about one document are not independent of each other.
 """
 
 from __future__ import annotations
@@ -19,14 +20,18 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from rich.progress import track
 
 from finwhale.checkpoint.load import load_model
+from finwhale.config.engine import EngineConfig
 from finwhale.data.long_tasks import alphabet, task_example
 from finwhale.data.packing import NO_TARGET, PackedRows
+from finwhale.engine import Engine, SamplingParams
 from finwhale.evals.figures import provenance
 from finwhale.evals.position_bits import forward_passes
 from finwhale.kernels.select import training_ops
 from finwhale.model import Numerics
+from finwhale.ops import FAST
 from finwhale.text.tokenizer import Tokenizer
 from finwhale.text.train_tokenizer import NUM_FIRST_MARKERS
 
@@ -80,6 +85,25 @@ def by_fifth(model, packed: PackedRows, query: int) -> list[tuple[int, int]]:
     return list(zip(right.tolist(), asked.tolist(), strict=True))
 
 
+def by_fifth_asked(model, packed: PackedRows, query: int) -> list[tuple[int, int]]:
+    """Return what `by_fifth` does, each question asked alone behind the document (engine)."""
+    right, asked = np.zeros(FIFTHS, dtype=int), np.zeros(FIFTHS, dtype=int)
+    length = packed.inputs.shape[1]
+    engine = Engine(model, EngineConfig(num_blocks=length // 64 + 8, max_sequences=1))
+    one = SamplingParams(max_new_tokens=1, temperature=0.0)
+    for ids, targets in zip(packed.inputs, packed.targets, strict=True):
+        body = ids[: int(np.flatnonzero(ids == query)[0])].tolist()
+        where = places(ids, targets, query) * FIFTHS // length
+        answers = np.flatnonzero(targets != NO_TARGET)
+        for n in track(range(len(answers)), description=f"{length:,} tokens"):
+            at = int(answers[n])
+            prompt = [*body, query, int(ids[at])]
+            (found,) = engine.generate([prompt], one)
+            asked[where[n]] += 1
+            right[where[n]] += found[0][0].token == int(targets[at])
+    return list(zip(right.tolist(), asked.tolist(), strict=True))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0],
@@ -91,13 +115,14 @@ def main() -> int:
     parser.add_argument("--documents", type=int, default=8)
     parser.add_argument("--facts", type=int, default=32)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--device", default="cuda", choices=("cpu", "cuda"))
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     args = parser.parse_args()
     torch.set_float32_matmul_precision("high")
     is_cuda = args.device == "cuda"
     dtype = torch.bfloat16 if is_cuda else torch.float32
     numerics = Numerics(cache_rounding=True, dtype=dtype, weight_dtype=torch.float32)
-    model = load_model(args.model, ops=training_ops(args.device), numerics=numerics).model
+    ops = training_ops(args.device) if is_cuda else FAST
+    model = load_model(args.model, ops=ops, numerics=numerics).model
     model.to_device(args.device)
     if is_cuda:
         model.stack_experts()
@@ -110,7 +135,8 @@ def main() -> int:
         for kind in ("associative_recall", "needles"):
             began = time.time()
             packed = rows(kind, length, args.documents, args.facts, vocab, tokenizer.bos_id)
-            cells = by_fifth(model, packed, alphabet(vocab).query)
+            measure = by_fifth if is_cuda else by_fifth_asked
+            cells = measure(model, packed, alphabet(vocab).query)
             line = {"kind": kind, "length": length, "facts": args.facts, "fifths": cells}
             line["seconds"] = round(time.time() - began, 1)
             print(json.dumps(line), flush=True)
