@@ -18,7 +18,7 @@ from torch import Tensor
 
 from finwhale.config import TextConfig
 from finwhale.config.inventory import GROUP, Storage
-from finwhale.config.layers import LayerSpec
+from finwhale.config.layers import Half, LayerSpec, build_layer_specs
 from finwhale.decode_kernels.experts_w4 import ExpertWeights
 from finwhale.decode_kernels.hyper_site import STREAMS, Site
 from finwhale.decode_kernels.launch import is_interpreted
@@ -96,7 +96,8 @@ class StepWeights:
 def decode_unsupported(config: TextConfig, device: torch.device | str) -> str | None:
     """Return why a decode step cannot serve this model on this device, or None."""
     c, device = config, torch.device(device)
-    owners = [n for n in c.kv_source_layer_ids if n > c.candidate_source_layer_id]
+    in_decoder = [s.layer_id for s in build_layer_specs(c) if s.owns_kv and s.half is Half.DECODER]
+    owners = in_decoder[1:]
     checks: tuple[tuple[bool, str, Any, str], ...] = (
         (c.hc_mult == STREAMS, "hc_mult", c.hc_mult, f"{STREAMS}"),
         (_is_power(c.head_dim, 64, 512), "head_dim", c.head_dim, "a power of two in 64..512"),
