@@ -387,7 +387,7 @@ def test_the_shipped_model_talks_in_a_terminal_and_runs_a_tool():
     terminal = PseudoTerminal(arguments)
     try:
         terminal.until("> ", seconds=120)
-        terminal.type("Calculate 17 * 3.\n")
+        terminal.type("What is 17 * 3?\n")
         terminal.until("calculate -> 51", seconds=120)
         terminal.until("51", seconds=60)
         terminal.until("890 bytes per token", seconds=60)
