@@ -80,6 +80,11 @@ _LAUNCH: dict[str, tuple[SiteLaunch, SiteLaunch, SiteLaunch]] = {
         SiteLaunch(channels=64, tokens=1, warps=4),
         SiteLaunch(channels=64, tokens=4, warps=8),
     ),
+    "hopper": (
+        SiteLaunch(channels=32, tokens=1, warps=4),
+        SiteLaunch(channels=64, tokens=1, warps=4),
+        SiteLaunch(channels=32, tokens=1, warps=4, apart=True),
+    ),
 }
 _INVARIANT = {"any": SiteLaunch(channels=64, tokens=1, warps=4)}
 

@@ -41,7 +41,10 @@ class ScoresLaunch:
 
 
 # Measured on Hopper alone: a full scan, and the candidate pool.
-_LAUNCHES = {"any": ScoresLaunch(keys=128, programs=132 * 3, num_warps=4, num_stages=1)}
+_LAUNCHES = {
+    "any": ScoresLaunch(keys=128, programs=132 * 3, num_warps=4, num_stages=1),
+    "hopper": ScoresLaunch(keys=64, programs=132 * 6, num_warps=4, num_stages=1),
+}
 _POOL_LAUNCHES = {"any": ScoresLaunch(keys=128, programs=132 * 4, num_warps=4)}
 
 # What `bench/gpu_decode_attention.py` times, and the compiled tests run.

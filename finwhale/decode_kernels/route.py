@@ -73,6 +73,10 @@ _LAUNCH: dict[str, tuple[RouteLaunch, RouteLaunch]] = {
         RouteLaunch(rows=16, columns=256, programs=128, warps=4, stages=2),
         RouteLaunch(rows=32, columns=128, programs=32, warps=8, stages=3),
     ),
+    "hopper": (
+        RouteLaunch(rows=16, columns=256, programs=128, warps=4, stages=2),
+        RouteLaunch(rows=32, columns=128, programs=96, warps=4, stages=3, apart=True),
+    ),
 }
 _INVARIANT = {
     "any": RouteLaunch(rows=32, columns=128, programs=32, warps=8, stages=3, block=16),

@@ -60,6 +60,14 @@ def relative(got, want):
     return float((got.float() - want.float()).norm() / want.float().norm())
 
 
+def of_routed_and_shared(got, want):
+    """Return the error of the routed experts' rows and of the shared one's [T, k + 1, C].
+
+    Apart, because these weights make the shared rows about 75 times as large in norm.
+    """
+    return relative(got[:, :-1], want[:, :-1]), relative(got[:, -1], want[:, -1])
+
+
 @pytest.mark.parametrize("tokens", [1, 2, 8, 16, 17, 63, 64, 65, 1000])
 @pytest.mark.parametrize(
     ("outputs", "width", "groups"),
@@ -109,10 +117,12 @@ def test_experts_at_released_widths(tokens, released):
     want = experts_w4_ref(x, routing, released, LIMIT)
     for launch in (None, *(experts_file.BENCHED if tokens in (1, 33) else ())):
         got = experts_w4(x, routing, released, LIMIT, launch)
-        assert relative(got, want) < 5e-3, launch
+        assert max(of_routed_and_shared(got, want)) < 5e-3, launch
         assert torch.equal(got, experts_w4(x, routing, released, LIMIT, launch)), launch
     wrong = released._replace(down_scales=released.down_scales + 1)
-    assert relative(experts_w4(x, routing, wrong, LIMIT), want) > 0.1
+    routed, shared = of_routed_and_shared(experts_w4(x, routing, wrong, LIMIT), want)
+    assert routed > 0.9  # twice the values
+    assert shared < 5e-3
 
 
 @pytest.mark.parametrize("tokens", [2, 17, 64])
@@ -152,7 +162,7 @@ def test_the_last_experts_lie_beyond_32_bit_offsets(released):
     routing = route(x, gate, bias, 6, 1.5)
     assert sorted(routing.ids[0].tolist()) == list(range(378, 384))
     got = experts_w4(x, routing, released, LIMIT)
-    assert relative(got, experts_w4_ref(x, routing, released, LIMIT)) < 5e-3
+    assert max(of_routed_and_shared(got, experts_w4_ref(x, routing, released, LIMIT))) < 5e-3
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 8, 63, 64, 65])

@@ -142,6 +142,17 @@ def test_index_scores_and_block_bests_equal_reference(tokens, heads, dim, column
     assert best.shape == (tokens, 0)
 
 
+def test_the_scan_measured_on_hopper_equals_other_tiles_bit_for_bit():
+    """The pool is searched in tiles of another size: one key's score must not show which."""
+    inputs = cases.index_inputs(2, 32, 128, 65, DEVICE)
+    keys = scoring._LAUNCHES["hopper"].keys
+    cases.assert_scores_near(scored(inputs, keys=keys), refs.index_scores_ref(*inputs), inputs)
+    seen = int(inputs[4][0])
+    for other in (32, scoring._POOL_LAUNCHES["any"].keys):
+        got = scored(inputs, keys=other)[0][0, :seen]
+        assert torch.equal(got, scored(inputs, keys=keys)[0][0, :seen])
+
+
 def test_index_scores_take_head_weights_in_bf16():
     """Equal to the same values in fp32; weights of a hundredth more differ."""
     inputs = cases.index_inputs(1, 6, 64, 100, DEVICE)

@@ -19,6 +19,7 @@ from finwhale.decode_kernels.experts_w4 import (
     experts_w4_ref,
 )
 from finwhale.decode_kernels.route import (
+    _LAUNCH,
     RouteLaunch,
     RouteUnsupportedError,
     Routing,
@@ -36,7 +37,12 @@ SLOW = pytest.mark.slow  # in the interpreter; compiled they are fast
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LIMIT = 10.0
 APART = RouteLaunch(rows=32, columns=32, programs=8, warps=4, stages=2, apart=True)
-LAUNCHES = pytest.mark.parametrize("launch", [None, APART], ids=["table", "apart"])
+HOPPER = _LAUNCH["hopper"][1]
+LAUNCHES = pytest.mark.parametrize(
+    "launch",
+    [None, APART, pytest.param(HOPPER, marks=SLOW)],
+    ids=["table", "apart", "hopper"],
+)
 
 
 def generator(seed):

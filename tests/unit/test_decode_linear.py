@@ -12,6 +12,8 @@ pytest.importorskip("triton", reason="the kernels need triton")
 
 from finwhale.config.inventory import Storage
 from finwhale.decode_kernels.linear_fp8 import (
+    _LAUNCH,
+    BENCHED_ONE,
     LinearLaunch,
     LinearUnsupportedError,
     linear_fp8,
@@ -163,8 +165,28 @@ def test_invariant_rows_do_not_know_how_many_they_are():
     assert linear_launch(1, x.device, invariant=True) == linear_launch(64, x.device, invariant=True)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "launch"),
+    [*((1, launch) for launch in BENCHED_ONE), *((3, launch) for launch in _LAUNCH["hopper"][1:2])],
+    ids=str,
+)
+def test_measured_launches_serve_each_product_of_a_layer(tokens, launch):
+    """Plain, and in groups with rounded outputs; the other group's scales must show."""
+    for outputs, groups in ((160, 1), (192, 2)):
+        x, codes, scales = inputs(tokens, outputs, 256, groups)
+        how = {"groups": groups, "round_output": groups > 1}
+        want = linear_fp8_ref(x, codes, scales, **how)
+        agree(linear_fp8(x, codes, scales, launch=launch, **how), want, 4e-2)  # one FP8 step
+        wrong = linear_fp8(x, codes, scales.roll(1, 0), launch=launch, **how).float()
+        assert (wrong - want.float()).norm() > 0.1 * want.float().norm()
+
+
 def test_empty_and_refused_inputs():
     x, codes, scales = inputs(2, 64, 64)
+    narrow = replace(SMALL, rows=16)
+    with pytest.raises(LinearUnsupportedError, match="tiles of 16 rows"):
+        linear_fp8(x, codes, scales, round_output=True, launch=narrow)
+    agree(linear_fp8(x, codes, scales, launch=narrow), linear_fp8_ref(x, codes, scales), 8e-3)
     assert linear_fp8(x[:0], codes, scales).shape == (0, 64)
     with pytest.raises(LinearUnsupportedError, match="expected a multiple of 32"):
         linear_fp8(x[:, :48].contiguous(), codes[:, :48].contiguous(), scales)
