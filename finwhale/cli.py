@@ -284,10 +284,11 @@ class Generate:
             ("numerics", self.numerics == "release", "release"),
             ("prefill", self.prefill == "exact", "exact"),
             ("top-p", self.top_p == 1, "1"),
-            ("state-file", self.state_file is None, "none"),
         ):
             if not ok:
                 raise ValueError(f"--device cuda: needs --{name} {want}; see docs/gpu-serving.md")
+        if self.state_file is not None:
+            raise ValueError("--device cuda: writes no --state-file; see docs/gpu-serving.md")
         import torch
 
         if not torch.cuda.is_available():

@@ -56,7 +56,7 @@ class Serve:
     max_sequences: Annotated[int, tyro.conf.arg(metavar="N")] = 16
     """Sequences computed side by side."""
     prefill: Literal["exact", "bounded"] = "exact"
-    """exact: a hit has the bits of a cold run. bounded: it replays one window (deviation A01)."""
+    """exact: a hit has the bits of a cold run. bounded: it replays --replay-windows (A01)."""
     replay_windows: Annotated[int, tyro.conf.arg(metavar="N")] = 1
     """Windows that --prefill bounded replays."""
     cache_dir: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
@@ -186,6 +186,13 @@ class Serve:
             size_in_bytes(self.memory_cache, "--memory-cache")
         if self.window_memory is not None:
             size_in_bytes(self.window_memory, "--window-memory")
+        if self.replay_windows < 1:
+            raise ValueError(f"--replay-windows: got {self.replay_windows}, expected at least 1")
+        if self.replay_windows > 1 and self.prefill != "bounded":
+            raise ValueError(
+                f"--replay-windows: got {self.replay_windows} with --prefill {self.prefill}, "
+                "expected --prefill bounded"
+            )
         if not 0 < self.window_lifetime_s < math.inf:
             raise ValueError(
                 f"--window-lifetime-s: got {self.window_lifetime_s}, expected seconds over 0"

@@ -30,7 +30,7 @@ class EngineConfig:
                        the approximation A01. "full": all layers on all tokens
     replay_windows     rows of a bounded replay and of the decoder in mode "bounded", in windows
     trim_rows          each layer runs on the rows that a later one still reads; off: on all rows of
-                       a start, the slow definition. The bits are the same
+                       a start, the slow definition. The bits are the same if batch_invariant
     prefix_cache       keep full blocks for later prompts
     snapshot_bytes     memory for windows at block ends: a hit that finds one replays nothing
     snapshot_lifetime_s  time since they were last of use, after which they are forgotten

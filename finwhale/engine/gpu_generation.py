@@ -49,6 +49,8 @@ def generate_batch(
 
     model    in release numerics, the one whose weights the decoder has
 
+    Raises NotFiniteError: one row that is not finite ends all prompts.
+
     Prompt n draws with the numbers that the engine uses for the seed `seed + n`.
     """
     waiting = deque(enumerate(prompts))

@@ -143,6 +143,8 @@ class PagedPass:
         rows = torch.from_numpy(last_rows(below.kept_counts, self.kept_counts))
         self._topk = {layer: chosen[rows] for layer, chosen in below._topk.items()}
         self._pool_blocks = below._pool_blocks[rows]
+        # A pass lives until its windows are written; what it selected is needed here alone.
+        below._topk = {}
 
     def _window_rows(self) -> Tensor:
         """Return [T', W]: rows of the ring, or num_ring_rows + row of this pass; -1 not visible."""

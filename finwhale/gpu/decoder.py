@@ -201,7 +201,13 @@ class GpuDecoder:
             )
         slot = self._free_slots.pop()
         blocks = [self.allocator.allocate() for _ in range(needed)]
-        self._copy(state, slot, blocks)
+        try:
+            self._copy(state, slot, blocks)
+        except BaseException:
+            self._free_slots.append(slot)
+            for block in blocks:
+                self.allocator.release(block)
+            raise
         recent = state.recent_ids.rows
         earlier = [] if recent is None else recent[:, 0].tolist()
         name, self._num_admitted = self._num_admitted, self._num_admitted + 1
@@ -385,8 +391,9 @@ class GpuDecoder:
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             # Twice: the first call compiles kernels and makes what libraries keep.
-            self._step(bucket)
-            self._step(bucket)
+            for _ in range(2):
+                self.rows.step.zero_()
+                self._step(bucket)
         torch.cuda.current_stream().wait_stream(side)
         self.rows.step.zero_()
         graph = torch.cuda.CUDAGraph()

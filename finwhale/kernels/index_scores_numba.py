@@ -3,7 +3,8 @@
 Same contracts as `finwhale.cache.paged_reads` and `finwhale.ops.index`. Queries and keys are FP4:
 32 channels share a power of two, and a product of their codes is a small integer. So the dot
 product of a group is exact in any order, and a processor that multiplies bytes (`HAS_DOT`) makes it
-of bytes, sixteen entries at a time; without, and for plain values, floats give the same bits.
+of bytes, sixteen entries at a time; without, and for plain values, floats give the same bits
+(short of overflow).
 Groups and heads are then added in a stated order, by functions without fast-math. A query that is
 not on the grid takes the floats, whatever its neighbours take.
 The easy mistake: to let a loaded tile or a neighbour decide how a row is scored.

@@ -120,6 +120,7 @@ def test_generate_in_release_numerics_runs(run_folder, capsys):
         ([], "needs --numerics release"),
         (["--numerics", "release", "--top-p", "0.5"], "needs --top-p 1"),
         (["--numerics", "release", "--prefill", "bounded"], "needs --prefill exact"),
+        (["--numerics", "release", "--state-file", "s"], "writes no --state-file"),
         (["--numerics", "release"], "torch sees no GPU"),
     ],
     ids=["numerics", "top-p", "prefill", "no GPU"],

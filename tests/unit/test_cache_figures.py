@@ -209,6 +209,8 @@ def test_reading_figures_needs_no_torch():
         ({"memory_cache": "lots"}, "--memory-cache: got 'lots', expected a size"),
         ({"memory_cache": "0"}, "--memory-cache: got '0', expected a size"),
         ({"window_lifetime_s": 0.0}, "--window-lifetime-s: got 0.0"),
+        ({"replay_windows": 0, "prefill": "bounded"}, "--replay-windows: got 0"),
+        ({"replay_windows": 2}, "--replay-windows: got 2 with --prefill exact"),
         ({"window_lifetime_s": float("nan")}, "--window-lifetime-s: got nan"),
         ({"window_lifetime_s": float("inf")}, "--window-lifetime-s: got inf"),
     ],
