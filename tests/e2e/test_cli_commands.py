@@ -123,7 +123,7 @@ def test_generate_in_release_numerics_runs(run_folder, capsys):
         (["--numerics", "release", "--state-file", "s"], "writes no --state-file"),
         (["--numerics", "release"], "torch sees no GPU"),
     ],
-    ids=["numerics", "top-p", "prefill", "no GPU"],
+    ids=["numerics", "top-p", "prefill", "state-file", "no GPU"],
 )
 def test_generate_on_a_gpu_refuses_what_it_cannot_do(run_folder, arguments, message, capsys):
     if torch.cuda.is_available() and "GPU" in message:
