@@ -1,7 +1,7 @@
 """The price of bounded replay: every boundary, replay length and recovery, cold against recovered.
 
     python bench/replay_table.py --model mini=models/finwhale-mini --corpus data/corpus \\
-        --what text suffix facts crossings chain long longest --out bench/results/replay
+        --what text suffix facts crossings chain long --out bench/results/replay
 Each unit (a document, some prompts, a chain) leaves one line in OUT/NAME.jsonl; a unit that is
 there is not run again, so an interrupted program goes on. `replay_report.py` makes docs/replay.md
 of the lines. Greedy tokens are the cold run's: recovered runs are fed them, one after the other.
@@ -64,7 +64,7 @@ DISTANCES = (1, 2, 3, 5, 9, 17, 33, 65, 130)
 LONG_REPLIES = (1024, 4096)
 EXACT_HITS = (65, 257, 1025, 4096)
 FIELD_HIT = 4096
-LONG_HIT, LONGEST_HIT = 16_384, 65_536
+LONG_HIT = 16_384
 TURNS, TURN_TOKENS, FIRST_TURN = 200, 24, 300
 COUNTS = (1, 16, 256)
 
@@ -295,13 +295,7 @@ class Program:
     def long(self, number: int) -> Iterator[dict]:
         """Yield the cells of one long document."""
         ids = self.texts.document(number, LONG_HIT + 16, self.device)
-        return self._long(ids, (LONG_HIT, LONG_HIT + 1))
-
-    def longest(self, number: int) -> Iterator[dict]:
-        """Yield the cells of pages that follow each other, hit at four times the trained length."""
-        return self._long(self.texts.joined(number, LONGEST_HIT + 16, self.device), (LONGEST_HIT,))
-
-    def _long(self, ids: torch.Tensor, hits: tuple[int, ...]) -> Iterator[dict]:
+        hits = (LONG_HIT, LONG_HIT + 1)
         ends = [hit + SUFFIX for hit in hits]
         cold = cold_run(self.model, ids, stops={*hits, *ends, *(e - self.window for e in ends)})
         for hit, stop in zip(hits, ends, strict=True):
@@ -396,7 +390,6 @@ def open_units(name: str, folder: Path, args: argparse.Namespace) -> list[tuple[
         "crossings": args.prompts,
         "chain": args.chains,
         "long": args.long,
-        "longest": args.longest,
     }
     units = [(what, n) for n in range(max(counts.values())) for what in args.what]
     return [u for u in units if u[1] < counts[u[0]] and "{} {}".format(*u) not in done]
@@ -443,7 +436,7 @@ def run_all(models: dict[str, Path], args: argparse.Namespace) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", action="append", required=True, metavar="NAME=FOLDER")
-    what = ["text", "suffix", "facts", "crossings", "chain", "long", "longest"]
+    what = ["text", "suffix", "facts", "crossings", "chain", "long"]
     parser.add_argument("--what", nargs="*", default=what, choices=what)
     parser.add_argument("--corpus", type=Path, default=Path("data/corpus"))
     parser.add_argument("--out", type=Path, default=Path("bench/results/replay"))
@@ -453,7 +446,6 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=6, help="units of 4 or 6 prefixes")
     parser.add_argument("--chains", type=int, default=2)
     parser.add_argument("--long", type=int, default=2)
-    parser.add_argument("--longest", type=int, default=1)
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--limit-s", type=float, default=1e9, help="with one worker")
     args = parser.parse_args()
