@@ -47,14 +47,13 @@ class RandomWeights:
         return (self.bytes(*shape) & 1) + (code - 1)
 
     def fp8(self, rows: int, columns: int) -> Matrix:
-        codes = self.bytes(rows, columns)
+        codes = self.bytes(-(-rows // 32), columns // 32, 1024)
         codes &= 0xBF  # magnitudes below 2, so no NaN
-        scales = self.scales((-(-rows // 32), columns // 32), 0.6, columns)
-        return codes.view(torch.float8_e4m3fn), scales
+        return codes, self.scales((-(-rows // 32), columns // 32), 0.6, columns)
 
     def fp4(self, experts: int, rows: int, columns: int) -> Matrix:
-        scales = self.scales((experts, rows, columns // 32), 2.9, columns)
-        return self.bytes(experts, rows, columns // 2), scales
+        tiles = experts, rows // 32, columns // 32
+        return self.bytes(*tiles, 512), self.scales((*tiles, 32), 2.9, columns)
 
     def bf16(self, *shape: int, std: float = 1.0) -> Tensor:
         return torch.randn(shape, device=self.device).mul_(std).bfloat16()

@@ -41,10 +41,10 @@ from finwhale.decode_kernels import linear_fp8 as linear_fp8_file
 from finwhale.decode_kernels import route as route_file
 from finwhale.decode_kernels.experts_w4 import experts_w4
 from finwhale.decode_kernels.head import draw_tokens
-from finwhale.decode_kernels.hyper_site import split_normed
 from finwhale.decode_kernels.launch import device_family, launch_for
 from finwhale.decode_kernels.linear_fp8 import LinearLaunch, linear_fp8
 from finwhale.decode_kernels.route import route
+from finwhale.decode_kernels.store_rows import latent_and_window
 from finwhale.ops.rounding import round_fp8
 
 DEVICE = "cuda"
@@ -103,7 +103,8 @@ def linear_part(bench: GpuLines, model: Model, tokens: int, options) -> None:
     for name, stack, groups, how in matrices(model, tokens):
         if not stack:
             continue
-        x = model.make.bf16(tokens, groups * stack[0][0].shape[1])
+        width = stack[0][0].shape[1] * (32 if stack[0][1] is not None else 1)
+        x = model.make.bf16(tokens, groups * width)
 
         def ours(launch=None, stack=stack, x=x, groups=groups, how=how):
             return [
@@ -111,12 +112,16 @@ def linear_part(bench: GpuLines, model: Model, tokens: int, options) -> None:
                 for m in stack
             ]
 
-        forms = {"chosen": ours, **best_form(options, tokens, "linear", ours)}
+        forms = {"chosen": ours}
+        if name != "head":
+            forms |= best_form(options, tokens, "linear", ours)
         for form, launch in (
-            named(linear_benched(tokens)).items() if not options.chosen_only else ()
+            named(linear_fp8_file.BENCHED).items()
+            if name != "head" and not options.chosen_only
+            else ()
         ):
             forms[form] = lambda launch=launch, ours=ours: ours(launch)
-        outputs, width = stack[0][0].shape
+        outputs = len(stack[0][0]) * (32 if stack[0][1] is not None else 1)
         if groups == 1:
             wide = [torch.randn(outputs, width, device=DEVICE).bfloat16() for _ in range(3)]
             forms["peer torch bf16 product (bytes of bf16)"] = lambda x=x, wide=wide: [
@@ -126,10 +131,6 @@ def linear_part(bench: GpuLines, model: Model, tokens: int, options) -> None:
         traffic = size + x.nbytes + tokens * outputs * (4 if name == "head" else 2)
         bench.compare(name, {"T": tokens}, forms, traffic, 2.0 * tokens * outputs * width)
         forms.clear()
-
-
-def linear_benched(tokens: int) -> tuple[LinearLaunch, ...]:
-    return linear_fp8_file.BENCHED_ONE if tokens == 1 else linear_fp8_file.BENCHED
 
 
 def expert_part(bench: GpuLines, model: Model, tokens: int, options) -> None:
@@ -228,10 +229,21 @@ def small_part(bench: GpuLines, model: Model, tokens: int, options) -> None:
             tokens * c.engram_columns * (264 + 512),
         )  # fmt: skip
     joined = model.make.bf16(tokens, c.q_lora_rank + c.head_dim)
+    rotation = torch.randn(2, tokens, c.qk_rope_head_dim // 2, device=DEVICE)
+    shape = len(model.layers), tokens, c.head_dim + c.head_dim // 32
+    rings = torch.zeros(shape, dtype=torch.uint8, device=DEVICE)
+    rows = torch.arange(tokens, device=DEVICE)
     bench.compare(
-        "split_normed", {"T": tokens},
-        {"chosen": [lambda m=m: split_normed(joined, m.q_norm, 1e-20) for m in model.layers]},
-        2 * joined.nbytes,
+        "latent_and_window", {"T": tokens},
+        {
+            "chosen": [
+                lambda m=m, ring=ring: latent_and_window(
+                    joined, m.q_norm, m.kv_norm, rotation, ring, rows, 1e-20
+                )
+                for m, ring in zip(model.layers, rings, strict=True)
+            ]
+        },
+        joined.nbytes + tokens * (2 * c.q_lora_rank + rings.shape[-1]),
     )  # fmt: skip
     logits = torch.randn(tokens, c.vocab_size, device=DEVICE)
     draw = [
@@ -331,7 +343,7 @@ def tuned(bench: GpuLines, model: Model, tokens: int, options) -> dict:
             ),
             route_file.BENCHED, 8,
         ),
-        "linear": (lambda m, r: products(m), linear_benched(tokens), 12),
+        "linear": (lambda m, r: products(m), linear_fp8_file.BENCHED, 12),
     }  # fmt: skip
     for name, (call, tried, seconds) in parts.items():
         if name not in options.tune:
@@ -429,8 +441,13 @@ def attention_tuned(bench: GpuLines, c, tokens: int, options):
         for _ in range(8 if tokens > 16 else 32)
     ]  # fmt: skip
 
+    kept = torch.zeros(1 << 12, dtype=torch.int32, device=DEVICE)
+
     def calls(launch):
-        return [lambda s=s: attention_file.gather_attention(*s, launch=launch) for s in sets]
+        return [
+            lambda s=s: attention_file.gather_attention(*s, launch=launch, counters=kept)
+            for s in sets
+        ]
 
     table = attention_file.attention_launch(tokens, torch.device(DEVICE))
     tried = [
@@ -439,6 +456,7 @@ def attention_tuned(bench: GpuLines, c, tokens: int, options):
         for splits in {table.splits, max(1, table.splits // 2), 5}
         if (stages, splits) != (table.num_stages, table.splits)
     ]
+    tried.append(replace(table, fused=not table.fused))
     return best_of(bench, "attention", tokens, {"table": table, **named(tried)}, calls, options)
 
 
@@ -499,8 +517,8 @@ CLASSES = {
     "sites": ("_site_kernel", "_streams_kernel", "_site_end_kernel"),
     "attention": ("_split_kernel", "_combine_kernel"),
     "router": ("_route_kernel", "_choose_kernel"),
-    "selection": ("_scores_kernel", "_stretch_kernel", "_pool_rows_kernel"),
-    "rows": ("_store_kernel", "_queries_kernel", "_close_kernel", "_split_normed_kernel"),
+    "selection": ("_scores_kernel", "_bests_kernel", "_stretch_kernel", "_pool_rows_kernel"),
+    "rows": ("_store_kernel", "_queries_kernel", "_close_kernel", "_latent_window_kernel"),
     "Engram": ("_gather_kernel", "_update_kernel"),
     "draw": ("_draw_kernel",),
 }

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import heapq
+import importlib.metadata
 import inspect
 import json
 import shlex
@@ -28,6 +29,7 @@ from pathlib import Path
 
 import torch
 from gpu_lines import GpuLines
+from record import provenance
 
 from finwhale.checkpoint.load import load_model
 from finwhale.checkpoint.shipped import shipped_model
@@ -209,8 +211,12 @@ def forced_run(decoder, states, rows: list[dict]) -> list[list[tuple[float, floa
     return [found[n] for n in range(len(rows))]
 
 
-def compare(bench: GpuLines, rows: list[dict], free, forced) -> None:
-    """Print the differences, their margins, and whether the noise of the others explains them."""
+def compare(bench: GpuLines, rows: list[dict], free, forced) -> list[tuple[int, int]]:
+    """Print the differences, their margins, and whether the noise of the others explains them.
+
+    Returns (prompt, place) of each, those that it does not explain first.
+    """
+    found: dict[str, list[tuple[int, int]]] = {"unexplained": [], "explained": []}
     moves = [
         [abs(got[1] - want) for got, want in zip(own, row["margins"], strict=True)]
         for own, row in zip(forced, rows, strict=True)
@@ -247,6 +253,7 @@ def compare(bench: GpuLines, rows: list[dict], free, forced) -> None:
         margin = row["margins"][place]
         verdict = "explained" if margin <= bound else "unexplained"
         counts[verdict] += 1
+        found[verdict].append((n, place))
         bench.say(
             differs=n, kind=row["kind"], prompt_tokens=len(row["ids"]), at=place,
             cpu=row["tokens"][place], gpu=own[place], runner_up=row["seconds"][place],
@@ -254,6 +261,22 @@ def compare(bench: GpuLines, rows: list[dict], free, forced) -> None:
             verdict=verdict,
         )  # fmt: skip
     bench.say(prompts=len(rows), **counts)
+    return [*found["unexplained"], *found["explained"]]
+
+
+def trace(bench: GpuLines, folder: Path, model, weights, options, places) -> None:
+    """Print where the logits of places come from, (row, place) each; on what time is left."""
+    from gpu_trace import explain
+
+    for row, place in places:
+        if bench.is_late:
+            bench.say(kind=row["kind"], at=place, trace="late")
+            continue
+        try:
+            model.to_device("cpu")
+            explain(bench, folder, model, weights, options.device, row, place, draws=options.draws)
+        except Exception:
+            bench.say(kind=row["kind"], at=place, failed=traceback.format_exc()[-1500:])
 
 
 def main() -> int:
@@ -266,6 +289,11 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--mode", default="graph", choices=("graph", "eager"))
     parser.add_argument("--limit-s", type=float, default=60.0)
+    parser.add_argument(
+        "--trace", type=int, default=0, help="differences to trace, unexplained first"
+    )
+    parser.add_argument("--places", nargs="*", default=[], help="PROMPT:PLACE, traced and no more")
+    parser.add_argument("--draws", type=int, default=40, help="the CPU's random orders of a trace")
     options = parser.parse_args()
     folder = options.model or shipped_model()
     if options.write:
@@ -276,6 +304,7 @@ def main() -> int:
     from finwhale.gpu.weights import pack_backbone
 
     bench = GpuLines(options.out, options.limit_s)
+    bench.say(**provenance(), triton=importlib.metadata.version("triton"))
     reference = json.loads(options.reference.read_text(encoding="utf-8"))
     if reference["weights_sha256"] != digest_of(folder):
         bench.say(failed="the reference is of other weights: run with --write on a CPU first")
@@ -284,6 +313,10 @@ def main() -> int:
     bench.say(reference=reference["cpu_margin_moves"], prompts=len(rows), torch=torch.__version__)
     model = load_model(folder, numerics=Numerics.release(), ops=FAST).model
     weights = pack_backbone(model, options.device)
+    if options.places:
+        pairs = [tuple(map(int, one.split(":"))) for one in options.places]
+        trace(bench, folder, model, weights, options, [(rows[n], place) for n, place in pairs])
+        return 0
     longest = max(len(row["ids"]) + len(row["tokens"]) for row in rows)
     blocks = sum(-(-(len(row["ids"]) + len(row["tokens"])) // 64) for row in rows)
     decoder = GpuDecoder(
@@ -294,7 +327,8 @@ def main() -> int:
     states = started(model, options.device, bench, rows)
     forced = forced_run(decoder, states, rows)
     bench.say(forced_s=round(time.monotonic() - bench.start, 1))
-    compare(bench, rows, free_run(decoder, states, rows), forced)
+    differing = compare(bench, rows, free_run(decoder, states, rows), forced)[: options.trace]
+    trace(bench, folder, model, weights, options, [(rows[n], place) for n, place in differing])
     bench.say(whole_s=round(time.monotonic() - bench.start, 1))
     return 0
 

@@ -71,6 +71,11 @@ class GpuLines:
         now = time.monotonic()
         return now - self.start > self.limit_s or now > self.deadline
 
+    @property
+    def left_s(self) -> float:
+        """Seconds that are left of the program's limit."""
+        return self.limit_s - (time.monotonic() - self.start)
+
     def microseconds(self, calls: Calls, replays: int = 9) -> tuple[float, float, float]:
         """Return median, least and largest time of one of `calls`."""
         times = [t / len(calls) for t in times_of(graph_of(calls).replay, replays)]

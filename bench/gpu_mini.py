@@ -6,7 +6,9 @@ batch), greedy. Prefill is the model's torch pass. A run is `--steps` steps and 
 tokens to the host, by the wall clock; three runs. The floor is that of decode_floors.py at the
 middle context, with measured experts, at 4.3 TB/s and 790 TFLOP/s. Peers, measured in the same run:
 the model's own torch pass, one sequence after another, in release numerics and in bf16 without
-activation rounding. JSON lines; each part stands alone, and none begins after --limit-s.
+activation rounding, and transformers' V4 of these widths in a batch, in a process of its own; each
+ends after --peer-s. JSON lines, the first says command, commit and versions; each part stands
+alone, and none begins after --limit-s.
 """
 
 from __future__ import annotations
@@ -14,10 +16,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import dataclasses
 import gc
+import importlib.metadata
+import importlib.util
 import inspect
 import json
 import statistics
+import subprocess
+import sys
+import tempfile
 import textwrap
 import time
 import traceback
@@ -27,6 +35,7 @@ from pathlib import Path
 import torch
 from decode_floors import decode_costs, floor_seconds
 from gpu_lines import GpuLines
+from record import provenance
 
 from finwhale.checkpoint.load import load_model
 from finwhale.checkpoint.shipped import shipped_model
@@ -156,35 +165,99 @@ def device_times(bench: GpuLines, decoder: GpuDecoder, states, batch: int, token
         decoder.release(name)
 
 
-def peers(bench: GpuLines, folder: Path, model, device: str, ids: list[int], steps: int) -> None:
-    """Time the torch pass on the same device, one sequence."""
+def timed_runs(step, fresh, steps: int, device: str, deadline: float) -> list[float]:
+    """Return seconds per step of up to RUNS runs behind one that does not count.
+
+    fresh     returns what a run starts from; step runs one step on it
+    deadline  no step begins after it; a run that it cuts counts if it is the only one
+    """
+    times: list[float] = []
+    for run in range(RUNS + 1):
+        own, done = fresh(), 0
+        synchronize(device)
+        began = time.monotonic()
+        while done < steps and (not done or time.monotonic() < deadline):
+            step(own)
+            done += 1
+        synchronize(device)
+        took = (time.monotonic() - began) / done
+        if (run and done == steps) or (not times and time.monotonic() >= deadline):
+            times.append(took)
+        if time.monotonic() >= deadline:
+            break
+    return times
+
+
+def peers(
+    bench: GpuLines, folder: Path, model, device: str, ids: list[int], options, peer_s: float
+) -> None:
+    """Time the torch pass on the same device, one sequence, for at most about `peer_s` seconds.
+
+    It decodes one sequence at a time: rows of several are the engine's, which runs on a CPU.
+    """
     numerics = {
         "release": lambda: model,
         "bf16 without activation rounding": lambda: (
             load_model(folder, numerics=Numerics(dtype=torch.bfloat16), ops=FAST).model
         ),
     }
-    for name, make in numerics.items():
+    began = time.monotonic()
+    for number, (name, make) in enumerate(numerics.items(), 1):
+        if number > 1 and time.monotonic() - began > peer_s:
+            bench.say(part="peer", peer=name, skipped="--peer-s")
+            continue
         with torch.no_grad():
             peer = make().to_device(device)
             state, logits = prefilled(peer, ids)
-            token, times = logits.argmax().view(1, 1).to(device), []
-            for run in range(RUNS + 1):
-                own = copy.deepcopy(state)
-                synchronize(device)
-                began = time.monotonic()
-                for _ in range(steps):
-                    hidden = forward_step(peer, own, token)[:, -1]
-                    token = peer.logits(hidden).argmax(-1, keepdim=True)
-                synchronize(device)
-                if run:
-                    times.append((time.monotonic() - began) / steps)
+            first = logits.argmax().view(1, 1).to(device)
+
+            def step(own, peer=peer):
+                hidden = forward_step(peer, own["state"], own["token"])[:, -1]
+                own["token"] = peer.logits(hidden).argmax(-1, keepdim=True)
+
+            def fresh(state=state, first=first):
+                return {"state": copy.deepcopy(state), "token": first}
+
+            deadline = began + peer_s * number / len(numerics)
+            times = timed_runs(step, fresh, options.peer_steps, device, deadline)
         median = statistics.median(times)
         bench.say(
             part="peer", peer=f"finwhale's torch pass, {name}, one sequence after another",
-            prompt_tokens=len(ids), step_us=round(median * 1e6, 1),
-            runs_us=[round(t * 1e6, 1) for t in times], tokens_per_s=round(1 / median, 1),
+            batch=1, prompt_tokens=len(ids), steps=options.peer_steps,
+            step_us=round(median * 1e6, 1), runs_us=[round(t * 1e6, 1) for t in times],
+            tokens_per_s=round(1 / median, 1),
         )  # fmt: skip
+
+
+def transformers_peer(bench: GpuLines, model, device: str, tokens: int, options) -> None:
+    """Time transformers' V4 of mini's widths in a process of its own, which ends at --peer-s."""
+    name = {"part": "peer", "peer": "transformers V4, its own model of these widths, eager"}
+    if importlib.util.find_spec("transformers") is None:
+        bench.say(**name, skipped="transformers is not installed")
+        return
+    with tempfile.TemporaryDirectory() as place:
+        text = Path(place) / "text.json"
+        fields = dataclasses.asdict(model.config.text_config)
+        text.write_text(json.dumps(fields, default=str), encoding="utf-8")
+        program = Path(__file__).parent / "peers" / "hf_v4_gpu.py"
+        batches = json.dumps([b for b in options.batches if b <= options.peer_batch])
+        command = [sys.executable, program, text, batches, tokens, options.peer_steps, device]
+        child = subprocess.Popen(
+            [str(part) for part in command], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            text=True,
+        )  # fmt: skip
+        try:
+            out, errors = child.communicate(timeout=options.peer_s)
+            end = child.returncode
+        except subprocess.TimeoutExpired:
+            child.kill()
+            out, errors = child.communicate()
+            end = f"cut after {options.peer_s} s"
+    for line in out.splitlines():
+        if line.startswith("{"):
+            bench.say(**name, **json.loads(line))
+    if end:
+        bench.say(**name, end=end, errors=errors[-500:])
 
 
 def main() -> int:
@@ -198,8 +271,12 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--distinct", type=int, default=4, help="prompts that are not copies")
     parser.add_argument("--no-profile", action="store_true")
+    parser.add_argument("--peer-s", type=float, default=20.0, help="of each peer; 0: none")
+    parser.add_argument("--peer-steps", type=int, default=8)
+    parser.add_argument("--peer-batch", type=int, default=32, help="largest batch of transformers")
     options = parser.parse_args()
     bench = GpuLines(options.out, options.limit_s)
+    bench.say(**provenance(), triton=importlib.metadata.version("triton"))
     folder = options.model or shipped_model()
     model = load_model(folder, numerics=Numerics.release(), ops=FAST).model
     began = time.monotonic()
@@ -240,9 +317,14 @@ def main() -> int:
             gc.collect()
             if options.device == "cuda":
                 torch.cuda.empty_cache()
-        if not bench.is_late:
+        left = min(options.peer_s, bench.left_s)
+        if left > 0:
             with reported(bench, part="peer", prompt_tokens=tokens):
-                peers(bench, folder, model, options.device, prompts[0], 8)
+                peers(bench, folder, model, options.device, prompts[0], options, left)
+        options.peer_s = min(options.peer_s, bench.left_s)
+        if options.peer_s > 0:
+            with reported(bench, part="peer", prompt_tokens=tokens):
+                transformers_peer(bench, model, options.device, tokens, options)
     bench.say(whole_s=round(time.monotonic() - bench.start, 1))
     return 0
 

@@ -154,6 +154,28 @@ def stored(form, kind, inputs, heads=0):
     return pool, latent, queries
 
 
+def joined_inputs(tokens, columns, dim, device, *, exact=False, turning=16):
+    """What `latent_and_window` takes, with the norms' eps left out."""
+    kv, kv_weight, turn, ring, rows = store_inputs(
+        "window", tokens, dim, device, exact=exact, turning=turning
+    )
+    g = generator(2)
+    if exact:
+        latent = torch.tensor([2.0, -2.0])[torch.randint(0, 2, (tokens, columns), generator=g)]
+    else:
+        latent = torch.randn(tokens, columns, generator=g) * 3
+    joined = torch.cat((latent.bfloat16().to(device), kv), dim=1)
+    q_weight = torch.randn(columns, generator=g).bfloat16().to(device)
+    return [joined, q_weight, kv_weight, turn, ring, rows]
+
+
+def split(form, inputs):
+    """Return the latent and the ring after a form of `latent_and_window` ran on a copy."""
+    joined, q_weight, kv_weight, turn, ring, rows = inputs
+    ring = ring.clone()
+    return form(joined, q_weight, kv_weight, turn, ring, rows, EPS), ring
+
+
 def chain(forms, inputs, k, blocks=None):
     """Return scores' selection as pool rows, by the kernels or by the references."""
     q, weights, keys, tables, visible, per_block, columns = inputs

@@ -191,6 +191,30 @@ def store_rows_ref(
         rotate_queries_ref(queries, rotation, rounded=False)
 
 
+def latent_and_window_ref(
+    joined: Tensor,
+    q_weight: Tensor,
+    kv_weight: Tensor,
+    rotation: Tensor,
+    ring: Tensor,
+    rows: Tensor,
+    eps: float,
+) -> Tensor:
+    """Return the normalised and FP8-rounded query latent; write the rest of a row as window row.
+
+    joined     [T, A + D] bf16: the products with `wq_a` and `wkv` in one matrix
+    q_weight   [A] bf16
+    kv_weight  [D] bf16
+    rotation, ring, rows as `rotation`, `pool`, `rows` in `store_rows_ref`; -1 writes no row
+    returns    [T, A] bf16, of every row
+
+    Section 4.1, step 1; sections 4.2 and 9.1.
+    """
+    latent, kv = joined.split((len(q_weight), len(kv_weight)), dim=-1)
+    store_rows_ref("window", kv, kv_weight, rotation, ring, rows, eps)
+    return rounding.round_fp8(rms_norm(latent, q_weight, eps))
+
+
 def rotate_queries_ref(q: Tensor, rotation: Tensor, rounded: bool) -> None:
     """Turn q [T, H, D] bf16 in place by `rotation` [2, T, R/2]; if `rounded`, through MXFP4 too.
 

@@ -24,13 +24,14 @@ from finwhale.decode_kernels.tiles import (
     FP4,
     FP8,
     GROUP,
+    counters,
+    last_to_arrive,
     overlap_of,
-    prefetch_rows,
     round_groups,
-    row_product,
-    tile_product,
+    tiled_product,
     to_bf16,
     unpack_fp4_tiles,
+    unpack_fp8_tiles,
 )
 from finwhale.ops.linear import linear_fp32_accumulate
 from finwhale.ops.moe import clamped_swiglu
@@ -41,10 +42,11 @@ from finwhale.ops.weight_formats import dequantize_weight
 class ExpertWeights(NamedTuple):
     """The stored matrices of one layer's experts.
 
-    gate_up         [X, 2F, C/2] uint8, w1 over w3, FP4 in the order of `pack_fp4_tiles`
-    gate_up_scales  [X, 2F, C/32] uint8
-    down            [X, C, F/2] uint8, w2; down_scales [X, C, F/32] uint8
-    shared_*        of the shared expert: [2F, C] and [C, F] float8_e4m3fn, scales per 32x32 block
+    gate_up         [X, 2F/32, C/32, 512] uint8, w1 over w3, FP4 tiles of `pack_fp4_tiles`
+    gate_up_scales  [X, 2F/32, C/32, 32] uint8
+    down            [X, C/32, F/32, 512] uint8, w2; down_scales [X, C/32, F/32, 32] uint8
+    shared_*        of the shared expert, tiles of `pack_fp8_tiles`: [2F/32, C/32, 1024] and
+                    [C/32, F/32, 1024] uint8, scales per tile
     """
 
     gate_up: Tensor
@@ -61,48 +63,52 @@ class ExpertWeights(NamedTuple):
 class ExpertLaunch:
     """How the two launches are cut.
 
-    gate_rows   BN rows of gate and as many of up per program; a multiple of 32
-    down_rows   BN rows of w2 per program
-    columns     BK; tile_columns where an expert has several rows
-    by_rows     one token is served without the matrix unit
+    gate_rows   rows of gate, and as many of up, of a program; a multiple of 32
+    down_rows   rows of w2 of a program; a multiple of 32
+    columns     of a step, a multiple of 32
+    *_splits    of the columns over programs where there is one token; the last to arrive adds
     registers   at most so many per thread, so that more programs fit; 0: as compiled
-    overlap     as in `LinearLaunch`; only the shared expert's weights are known early
+    overlap     1: the launch begins under the end of the one before
     """
 
     gate_rows: int
     down_rows: int
     columns: int
-    tile_columns: int
     warps: int
     stages: int
-    by_rows: bool = True
+    gate_splits: int = 1
+    down_splits: int = 1
     registers: int = 0
     overlap: int = 0
 
 
-_FEW = ExpertLaunch(gate_rows=64, down_rows=128, columns=256, tile_columns=128, warps=4, stages=3)
-_ONE = ExpertLaunch(gate_rows=32, down_rows=32, columns=256, tile_columns=128, warps=8, stages=3)
 # (one token, up to 16, more) by device family.
-_LAUNCH: dict[str, tuple[ExpertLaunch, ExpertLaunch, ExpertLaunch]] = {"any": (_ONE, _FEW, _FEW)}
-_INVARIANT = {"any": replace(_FEW, by_rows=False)}
+_SAME = ExpertLaunch(gate_rows=64, down_rows=128, columns=128, warps=4, stages=4)
+_LAUNCH: dict[str, tuple[ExpertLaunch, ExpertLaunch, ExpertLaunch]] = {
+    "any": (
+        replace(_SAME, stages=3, gate_splits=2, registers=128),
+        replace(_SAME, registers=128),
+        _SAME,
+    ),
+}
+_INVARIANT = {"any": _SAME}
 
-# What `bench/gpu_decode.py --tune` times for any number of tokens, and the compiled tests run. With
-# 32 rows of the matrix for each warp, codes are decoded where the matrix unit wants them; with
-# fewer they would pass through shared memory once more.
+# What `bench/gpu_decode.py --tune` times for any number of tokens, and the compiled tests run. 32
+# rows of a matrix for each warp: a lane then keeps all that it loads.
 BENCHED = tuple(
     ExpertLaunch(
         gate_rows=gate,
         down_rows=2 * gate,
-        columns=256,
-        tile_columns=128,
+        columns=columns,
         warps=warps,
         stages=stages,
+        gate_splits=splits,
+        down_splits=down,
         registers=registers,
-        by_rows=False,
     )
-    for gate, warps, stages, registers in (
-        (64, 4, 3, 0), (64, 4, 3, 128), (64, 4, 4, 128), (32, 2, 3, 0), (32, 2, 4, 0),
-        (32, 2, 3, 144), (64, 2, 3, 0), (128, 8, 3, 128),
+    for gate, columns, warps, stages, splits, down, registers in (
+        (64, 128, 4, 4, 1, 1, 0), (64, 128, 4, 3, 1, 1, 0), (64, 128, 4, 3, 2, 1, 128),
+        (64, 128, 4, 3, 2, 2, 128), (64, 128, 4, 3, 2, 3, 128), (64, 128, 4, 3, 2, 2, 0),
     )
 )  # fmt: skip
 
@@ -131,148 +137,141 @@ def _store_hidden(
 
 
 @triton.jit
+def _whole_sum(
+    acc, part_ptr, count_ptr, split,
+    BM: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Return the sum of one token's SPLITS parts [BM, BN], and whether this program has it."""
+    is_last = True
+    if SPLITS > 1:
+        n = tl.arange(0, BN)
+        row = tl.broadcast_to((tl.arange(0, BM) == 0)[:, None], (BM, BN))
+        parts = part_ptr + n
+        at = tl.broadcast_to((parts + split * BN)[None, :], (BM, BN))
+        tl.store(at, acc, mask=row)
+        is_last = last_to_arrive(count_ptr, SPLITS)
+        if is_last:
+            total = tl.zeros([BN], tl.float32)
+            for one in tl.static_range(SPLITS):
+                total += tl.load(parts + one * BN, cache_modifier=".cg")
+            acc = tl.broadcast_to(total[None, :], (BM, BN))
+    return acc, is_last
+
+
+@triton.jit
 def _gate_up_kernel(
     x_ptr, w_ptr, s_ptr, shared_ptr, shared_s_ptr, hidden_ptr,
-    weights_ptr, order_ptr, starts_ptr, active_ptr, T, C, F, slots, k, limit,
-    HALF: tl.constexpr, BK: tl.constexpr, TILE_BK: tl.constexpr, BM: tl.constexpr,
-    IS_ROW: tl.constexpr, EVEN: tl.constexpr, TILE_EVEN: tl.constexpr,
-    OVERLAP: tl.constexpr, UPCAST: tl.constexpr,
+    weights_ptr, order_ptr, starts_ptr, active_ptr, part_ptr, count_ptr, T, C, F, k, limit, chunk,
+    SPLITS: tl.constexpr, HALF: tl.constexpr, BK: tl.constexpr, BM: tl.constexpr,
+    ONE: tl.constexpr, EVEN: tl.constexpr, WARPS: tl.constexpr, OVERLAP: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):  # fmt: skip
-    BN: tl.constexpr = 2 * HALF
+    S: tl.constexpr = HALF // 16
+    G: tl.constexpr = BK // 32
+    slot, split = tl.program_id(1) - 1, tl.program_id(2)
     first = tl.program_id(0) * HALF
-    slot = tl.program_id(1)
-    i = tl.arange(0, BN)
-    f = tl.minimum(first + i % HALF, F - 1)
-    n = tl.where(i < HALF, f, F + f)
-    shared_hidden_ptr = hidden_ptr + tl.cast(T * k, tl.int64) * F
-    if OVERLAP > 1 and EVEN and slot == 0:
-        prefetch_rows(shared_ptr, n, C, 0, BK)
+    groups = C // 32
+    g_begin = split * chunk
+    g_end = tl.minimum(g_begin + chunk, groups)
+    # Strips of 32 rows of w1 over w3.
+    i = tl.arange(0, S)
+    strip = tl.minimum(first // 32 + i % (S // 2), F // 32 - 1)
+    strip = tl.where(i < S // 2, strip, F // 32 + strip)
+    index = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+    part_ptr += index * (SPLITS * 2 * HALF)
+    count_ptr += index
     wait_for_earlier(OVERLAP > 0)
-    # The shared expert has slot 0: its matrices are the largest, so it should not come last.
-    if slot == 0:
-        if IS_ROW:
-            row = tl.arange(0, 1)
-            acc = row_product(
-                x_ptr, shared_ptr, shared_s_ptr, n, 0, C, C, FP8, BN, BK, EVEN, UPCAST
-            )
-            one = tl.full([1], 1.0, tl.float32)
-            _store_hidden(
-                acc[None, :], shared_hidden_ptr, row, row < T, one, first, F, limit,
-                1, HALF, UPCAST,
+    # The shared expert comes first: its matrices are the largest.
+    if slot < 0:
+        hidden_ptr += tl.cast(T * k, tl.int64) * F
+        for start in range(0, T, BM):
+            row = start + tl.arange(0, BM)
+            acc = tiled_product(
+                x_ptr, row.to(tl.int64) * C, row < T, shared_ptr, shared_s_ptr, strip,
+                g_begin, g_end, groups, FP8, BM, S, G, EVEN, WARPS, UPCAST,
             )  # fmt: skip
-        else:
-            for start in range(0, T, BM):
-                row = start + tl.arange(0, BM)
-                acc = tile_product(
-                    x_ptr, row.to(tl.int64) * C, row < T, shared_ptr, shared_s_ptr, n, 0, C, C,
-                    FP8, BM, BN, TILE_BK, TILE_EVEN, UPCAST,
-                )  # fmt: skip
-                one = tl.full([BM], 1.0, tl.float32)
-                _store_hidden(
-                    acc, shared_hidden_ptr, row, row < T, one, first, F, limit,
-                    BM, HALF, UPCAST,
-                )  # fmt: skip
+            acc, is_whole = _whole_sum(acc, part_ptr, count_ptr, split, BM, 2 * HALF, SPLITS)
+            one = tl.full([BM], 1.0, tl.float32)
+            if is_whole:
+                _store_hidden(acc, hidden_ptr, row, row < T, one, first, F, limit, BM, HALF, UPCAST)
     else:
-        expert = tl.load(active_ptr + slot - 1)
+        expert = tl.load(active_ptr + slot)
         if expert >= 0:
-            begin = tl.load(starts_ptr + expert)
-            end = tl.load(starts_ptr + expert + 1)
-            w = w_ptr + tl.cast(expert, tl.int64) * (2 * F) * (C // 2)
-            s = s_ptr + tl.cast(expert, tl.int64) * (2 * F) * (C // 32)
-            if IS_ROW:
-                row = begin + tl.arange(0, 1)
-                weight = tl.load(weights_ptr + tl.load(order_ptr + row))
-                acc = row_product(x_ptr, w, s, n, 0, C, C, FP4, BN, BK, EVEN, UPCAST)
-                _store_hidden(
-                    acc[None, :], hidden_ptr, row, row < end, weight, first, F, limit,
-                    1, HALF, UPCAST,
+            # One token has one row of each of its experts: nothing to wait for.
+            begin = slot if ONE else tl.load(starts_ptr + expert)
+            end = slot + 1 if ONE else tl.load(starts_ptr + expert + 1)
+            w = w_ptr + tl.cast(expert, tl.int64) * (F // 16) * groups * 512
+            s = s_ptr + tl.cast(expert, tl.int64) * (F // 16) * groups * 32
+            for start in range(begin, end, BM):
+                row = start + tl.arange(0, BM)
+                pair = tl.load(order_ptr + row, mask=row < end, other=0)
+                weight = tl.load(weights_ptr + pair, mask=row < end, other=0.0)
+                token = tl.zeros([BM], tl.int32) if ONE else pair // k
+                acc = tiled_product(
+                    x_ptr, token.to(tl.int64) * C, row < end, w, s, strip,
+                    g_begin, g_end, groups, FP4, BM, S, G, EVEN, WARPS, UPCAST,
                 )  # fmt: skip
-            else:
-                for start in range(begin, end, BM):
-                    row = start + tl.arange(0, BM)
-                    pair = tl.load(order_ptr + row, mask=row < end, other=0)
-                    weight = tl.load(weights_ptr + pair, mask=row < end, other=0.0)
-                    acc = tile_product(
-                        x_ptr, (pair // k).to(tl.int64) * C, row < end, w, s, n, 0, C, C,
-                        FP4, BM, BN, TILE_BK, TILE_EVEN, UPCAST,
-                    )  # fmt: skip
+                acc, is_whole = _whole_sum(acc, part_ptr, count_ptr, split, BM, 2 * HALF, SPLITS)
+                if is_whole:
                     _store_hidden(
-                        acc, hidden_ptr, row, row < end, weight, first, F, limit,
-                        BM, HALF, UPCAST,
-                    )  # fmt: skip
+                        acc, hidden_ptr, row, row < end, weight, first, F, limit, BM, HALF, UPCAST
+                    )
 
 
 @triton.jit
 def _down_kernel(
     hidden_ptr, w_ptr, s_ptr, shared_ptr, shared_s_ptr, out_ptr,
-    order_ptr, rank_ptr, starts_ptr, active_ptr, T, C, F, slots, k,
-    BN: tl.constexpr, BK: tl.constexpr, TILE_BK: tl.constexpr, BM: tl.constexpr,
-    IS_ROW: tl.constexpr, EVEN: tl.constexpr, TILE_EVEN: tl.constexpr,
-    OVERLAP: tl.constexpr, UPCAST: tl.constexpr,
+    order_ptr, rank_ptr, starts_ptr, active_ptr, part_ptr, count_ptr, T, C, F, k, chunk,
+    SPLITS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BM: tl.constexpr,
+    ONE: tl.constexpr, EVEN: tl.constexpr, WARPS: tl.constexpr, OVERLAP: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):  # fmt: skip
+    S: tl.constexpr = BN // 32
+    G: tl.constexpr = BK // 32
+    slot, split = tl.program_id(1) - 1, tl.program_id(2)
     place = tl.program_id(0) * BN + tl.arange(0, BN)
-    slot = tl.program_id(1)
-    n = tl.minimum(place, C - 1)
-    shared_hidden_ptr = hidden_ptr + tl.cast(T * k, tl.int64) * F
-    if OVERLAP > 1 and EVEN and slot == 0:
-        prefetch_rows(shared_ptr, n, F, 0, BK)
+    strip = tl.minimum(tl.program_id(0) * S + tl.arange(0, S), C // 32 - 1)
+    groups = F // 32
+    g_begin = split * chunk
+    g_end = tl.minimum(g_begin + chunk, groups)
+    index = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+    part_ptr += index * (SPLITS * BN)
+    count_ptr += index
     wait_for_earlier(OVERLAP > 0)
-    if slot == 0:
-        if IS_ROW:
-            acc = row_product(
-                shared_hidden_ptr, shared_ptr, shared_s_ptr, n, 0, F, F, FP8, BN, BK, EVEN, UPCAST
-            )
-            at = tl.cast(k, tl.int64) * C + place
-            acc = to_bf16(acc, UPCAST).to(out_ptr.dtype.element_ty)
-            tl.store(out_ptr + at, acc, mask=place < C)
-        else:
-            for start in range(0, T, BM):
-                row = (start + tl.arange(0, BM)).to(tl.int64)
-                acc = tile_product(
-                    shared_hidden_ptr, row * F, row < T, shared_ptr, shared_s_ptr, n, 0, F, F,
-                    FP8, BM, BN, TILE_BK, TILE_EVEN, UPCAST,
-                )  # fmt: skip
-                at = (row * (k + 1) + k)[:, None] * C + place[None, :]
-                acc = to_bf16(acc, UPCAST).to(out_ptr.dtype.element_ty)
-                tl.store(out_ptr + at, acc, mask=(row < T)[:, None] & (place < C)[None, :])
+    if slot < 0:
+        hidden_ptr += tl.cast(T * k, tl.int64) * F
+        for start in range(0, T, BM):
+            row = (start + tl.arange(0, BM)).to(tl.int64)
+            acc = tiled_product(
+                hidden_ptr, row * F, row < T, shared_ptr, shared_s_ptr, strip,
+                g_begin, g_end, groups, FP8, BM, S, G, EVEN, WARPS, UPCAST,
+            )  # fmt: skip
+            acc, is_whole = _whole_sum(acc, part_ptr, count_ptr, split, BM, BN, SPLITS)
+            at = (row * (k + 1) + k)[:, None] * C + place[None, :]
+            if is_whole:
+                y = to_bf16(acc, UPCAST).to(out_ptr.dtype.element_ty)
+                tl.store(out_ptr + at, y, mask=(row < T)[:, None] & (place < C)[None, :])
     else:
-        expert = tl.load(active_ptr + slot - 1)
+        expert = tl.load(active_ptr + slot)
         if expert >= 0:
-            begin = tl.load(starts_ptr + expert)
-            end = tl.load(starts_ptr + expert + 1)
-            w = w_ptr + tl.cast(expert, tl.int64) * C * (F // 2)
-            s = s_ptr + tl.cast(expert, tl.int64) * C * (F // 32)
-            if IS_ROW:
-                rank = tl.load(rank_ptr + tl.load(order_ptr + begin))
-                acc = row_product(
-                    hidden_ptr + tl.cast(begin, tl.int64) * F,
-                    w,
-                    s,
-                    n,
-                    0,
-                    F,
-                    F,
-                    FP4,
-                    BN,
-                    BK,
-                    EVEN,
-                    UPCAST,
-                )
-                acc = to_bf16(acc, UPCAST).to(out_ptr.dtype.element_ty)
-                tl.store(out_ptr + tl.cast(rank, tl.int64) * C + place, acc, mask=place < C)
-            else:
-                for start in range(begin, end, BM):
-                    row = start + tl.arange(0, BM)
-                    pair = tl.load(order_ptr + row, mask=row < end, other=0)
-                    rank = tl.load(rank_ptr + pair, mask=row < end, other=0)
-                    acc = tile_product(
-                        hidden_ptr, row.to(tl.int64) * F, row < end, w, s, n, 0, F, F,
-                        FP4, BM, BN, TILE_BK, TILE_EVEN, UPCAST,
-                    )  # fmt: skip
-                    at = ((pair // k).to(tl.int64) * (k + 1) + rank)[:, None] * C + place[None, :]
-                    keep = (row < end)[:, None] & (place < C)[None, :]
-                    acc = to_bf16(acc, UPCAST).to(out_ptr.dtype.element_ty)
-                    tl.store(out_ptr + at, acc, mask=keep)
+            begin = slot if ONE else tl.load(starts_ptr + expert)
+            end = slot + 1 if ONE else tl.load(starts_ptr + expert + 1)
+            w = w_ptr + tl.cast(expert, tl.int64) * (C // 32) * groups * 512
+            s = s_ptr + tl.cast(expert, tl.int64) * (C // 32) * groups * 32
+            for start in range(begin, end, BM):
+                item = start + tl.arange(0, BM)
+                keep = item < end
+                pair = tl.load(order_ptr + item, mask=keep, other=0)
+                rank = tl.load(rank_ptr + pair, mask=keep, other=0)
+                acc = tiled_product(
+                    hidden_ptr, item.to(tl.int64) * F, keep, w, s, strip,
+                    g_begin, g_end, groups, FP4, BM, S, G, EVEN, WARPS, UPCAST,
+                )  # fmt: skip
+                acc, is_whole = _whole_sum(acc, part_ptr, count_ptr, split, BM, BN, SPLITS)
+                at = ((pair // k).to(tl.int64) * (k + 1) + rank)[:, None] * C + place[None, :]
+                if is_whole:
+                    y = to_bf16(acc, UPCAST).to(out_ptr.dtype.element_ty)
+                    tl.store(out_ptr + at, y, mask=keep[:, None] & (place < C)[None, :])
 
 
 def experts_w4_ref(x: Tensor, routing: Routing, w: ExpertWeights, limit: float) -> Tensor:
@@ -293,8 +292,11 @@ def experts_w4_ref(x: Tensor, routing: Routing, w: ExpertWeights, limit: float) 
         return linear_fp32_accumulate(hidden, down)
 
     def matrix(packed, scales, expert):
-        codes = unpack_fp4_tiles(packed[expert]).view(torch.int8)
-        return dequantize_weight(codes, scales[expert])
+        codes, by_row = unpack_fp4_tiles(packed[expert], scales[expert])
+        return dequantize_weight(codes.view(torch.int8), by_row)
+
+    def shared(packed, scales):
+        return dequantize_weight(unpack_fp8_tiles(packed), scales)
 
     ranks = routing.rank.view(tokens, k)
     for expert in sorted(set(routing.ids[routing.ids >= 0].tolist())):
@@ -303,18 +305,17 @@ def experts_w4_ref(x: Tensor, routing: Routing, w: ExpertWeights, limit: float) 
         down = matrix(w.down, w.down_scales, expert)
         weight = routing.weights[token, choice, None]
         out[token, ranks[token, choice].long()] = one(x[token], gate_up, down, weight)
-    gate_up = dequantize_weight(w.shared_gate_up, w.shared_gate_up_scales)
-    out[:, k] = one(x, gate_up, dequantize_weight(w.shared_down, w.shared_down_scales), None)
+    gate_up = shared(w.shared_gate_up, w.shared_gate_up_scales)
+    out[:, k] = one(x, gate_up, shared(w.shared_down, w.shared_down_scales), None)
     return out
 
 
 def experts_unsupported(x: Tensor, w: ExpertWeights) -> str | None:
     """Return why `experts_w4` cannot take these inputs, or None."""
-    channels, width = x.shape[-1], w.down.shape[-1] * 2
-    for name, value in (("hidden_size", channels), ("moe_intermediate_size", width)):
-        if value % GROUP:
-            return f"{name}: {value}, expected a multiple of {GROUP}"
-    if w.gate_up.shape[1:] != (2 * width, channels // 2):
+    channels, width = x.shape[-1], w.down.shape[-2] * GROUP
+    if channels % GROUP:
+        return f"hidden_size: {channels}, expected a multiple of {GROUP}"
+    if w.gate_up.shape[1:] != (2 * width // GROUP, channels // GROUP, 512):
         return f"gate_up: shape {tuple(w.gate_up.shape)} for widths {channels} and {width}"
     if not x.is_contiguous():
         return "x is not contiguous"
@@ -337,8 +338,11 @@ def experts_w4(
     w: ExpertWeights,
     limit: float,
     launch: ExpertLaunch | None = None,
+    scratch: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Same contract as `experts_w4_ref`; products are exact in bf16, sums are fp32.
+
+    scratch  (parts fp32, zeroed counters int32) for launches with splits; None: made here
 
     Rows of ids that are -1 are not written: nothing may read them.
     """
@@ -346,40 +350,63 @@ def experts_w4(
     if reason is not None:
         raise ExpertsUnsupportedError(f"experts_w4: {reason}")
     (tokens, channels), k = x.shape, routing.ids.shape[-1]
-    width = w.down.shape[-1] * 2
+    width = w.down.shape[-2] * GROUP
     out = x.new_empty(tokens, k + 1, channels)
     if not tokens:
         return out
     launch = expert_launch(tokens, x.device) if launch is None else launch
     hidden = x.new_empty(tokens * (k + 1), width)
-    slots = len(routing.active)
+    columns = launch.columns
+    # Width, rows of a program and splits of each product.
+    shapes = (
+        (channels, width, launch.gate_rows, launch.gate_splits),
+        (width, channels, launch.down_rows, launch.down_splits),
+    )
+    if tokens > 1:
+        shapes = tuple((*shape[:3], 1) for shape in shapes)
+    grids = [
+        (triton.cdiv(rows, tile), len(routing.active) + 1, splits)
+        for _, rows, tile, splits in shapes
+    ]
+    parts = (hidden, routing.active)  # nobody reads those
+    if max(launch.gate_splits, launch.down_splits) > 1 and tokens == 1:
+        parts = _scratch(grids, launch, x.device) if scratch is None else scratch
     constants = {
-        "BK": launch.columns,
-        "TILE_BK": launch.tile_columns,
+        "BK": columns,
         "BM": 16,
-        "IS_ROW": tokens == 1 and launch.by_rows,
+        "ONE": tokens == 1,
+        "WARPS": launch.warps,
         "UPCAST": is_interpreted(_gate_up_kernel),
         "num_warps": launch.warps,
         "num_stages": launch.stages,
         **({"maxnreg": launch.registers} if launch.registers else {}),
         **overlap_of(launch.overlap, x.device),
     }
-    _gate_up_kernel[(triton.cdiv(width, launch.gate_rows), slots + 1)](
-        x, w.gate_up, w.gate_up_scales, w.shared_gate_up, _bytes(w.shared_gate_up_scales), hidden,
-        routing.weights, routing.order, routing.starts, routing.active,
-        tokens, channels, width, slots, k, limit,
-        HALF=launch.gate_rows, EVEN=channels % launch.columns == 0,
-        TILE_EVEN=channels % launch.tile_columns == 0, **constants,
+    chunks, even = zip(
+        *(_steps(inner, columns, splits) for inner, _, _, splits in shapes), strict=True
+    )
+    _gate_up_kernel[grids[0]](
+        x, w.gate_up, w.gate_up_scales, w.shared_gate_up, w.shared_gate_up_scales, hidden,
+        routing.weights, routing.order, routing.starts, routing.active, *parts,
+        tokens, channels, width, k, limit, chunks[0],
+        SPLITS=grids[0][2], HALF=launch.gate_rows, EVEN=even[0], **constants,
     )  # fmt: skip
-    _down_kernel[(triton.cdiv(channels, launch.down_rows), slots + 1)](
-        hidden, w.down, w.down_scales, w.shared_down, _bytes(w.shared_down_scales), out,
-        routing.order, routing.rank, routing.starts, routing.active,
-        tokens, channels, width, slots, k,
-        BN=launch.down_rows, EVEN=width % launch.columns == 0,
-        TILE_EVEN=width % launch.tile_columns == 0, **constants,
+    _down_kernel[grids[1]](
+        hidden, w.down, w.down_scales, w.shared_down, w.shared_down_scales, out,
+        routing.order, routing.rank, routing.starts, routing.active, *parts,
+        tokens, channels, width, k, chunks[1],
+        SPLITS=grids[1][2], BN=launch.down_rows, EVEN=even[1], **constants,
     )  # fmt: skip
     return out
 
 
-def _bytes(scales: Tensor) -> Tensor:
-    return scales.view(torch.uint8)
+def _steps(width: int, columns: int, splits: int) -> tuple[int, bool]:
+    """Return the groups of 32 columns of a split, and whether all its steps are whole words."""
+    steps = -(-width // columns)
+    return -(-steps // splits) * (columns // GROUP), width % columns == 0 and width % 128 == 0
+
+
+def _scratch(grids, launch: ExpertLaunch, device: torch.device) -> tuple[Tensor, Tensor]:
+    tiles = max(grid[0] * grid[1] for grid in grids)
+    rows = max(2 * launch.gate_rows * launch.gate_splits, launch.down_rows * launch.down_splits)
+    return torch.empty(tiles * rows, device=device), counters(device, tiles)

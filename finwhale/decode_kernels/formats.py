@@ -35,6 +35,25 @@ mul.rn.bf16x2 $3, a, $6;
 }
 """)
 
+# Four codes at a time, 8 bits each. A nibble's sign goes to bit 7 and its magnitude to bits 4..2:
+# as E4M3, the code's value times 2^-6 (the subnormal of one format becomes that of the other).
+_E4M3_OF_LOW = tl.constexpr("""
+{
+.reg .b32 sign, size;
+shl.b32 sign, $1, 4;  and.b32 sign, sign, 0x80808080;
+shl.b32 size, $1, 2;  and.b32 size, size, 0x1C1C1C1C;
+or.b32 $0, size, sign;
+}
+""")
+_E4M3_OF_HIGH = tl.constexpr("""
+{
+.reg .b32 sign, size;
+and.b32 sign, $1, 0x80808080;
+shr.u32 size, $1, 2;  and.b32 size, size, 0x1C1C1C1C;
+or.b32 $0, size, sign;
+}
+""")
+
 
 @triton.jit
 def e2m1_value(code):
@@ -79,6 +98,30 @@ def e2m1_planes(packed, scale, FAST: tl.constexpr):
         wide = packed.to(tl.int32)
         even = e2m1_value(wide & 15) * (scale * PLANE_SHRINK)
         odd = e2m1_value(wide >> 4) * (scale * PLANE_SHRINK)
+    return even, odd
+
+
+@triton.jit
+def e2m1_as_e4m3(packed, FAST: tl.constexpr):
+    """Return the even and the odd channels of bytes of E2M1 pairs, times 2^-6, without scales.
+
+    The planes are E4M3 if FAST, else fp32; both hold the values exactly.
+    """
+    if FAST:
+        even = tl.inline_asm_elementwise(
+            asm=_E4M3_OF_LOW, constraints="=r,r", args=[packed], dtype=tl.uint8, is_pure=True,
+            pack=4,
+        )  # fmt: skip
+        odd = tl.inline_asm_elementwise(
+            asm=_E4M3_OF_HIGH, constraints="=r,r", args=[packed], dtype=tl.uint8, is_pure=True,
+            pack=4,
+        )  # fmt: skip
+        even = even.to(tl.float8e4nv, bitcast=True)
+        odd = odd.to(tl.float8e4nv, bitcast=True)
+    else:
+        wide = packed.to(tl.int32)
+        even = e2m1_value(wide & 15) * 0.015625
+        odd = e2m1_value(wide >> 4) * 0.015625
     return even, odd
 
 

@@ -1,9 +1,9 @@
 """Decode attention over packed rows: window rows of a ring and selected entries, one softmax.
 
 One query per sequence. A program takes a few heads of one query and a stretch of its slots, gathers
-and unpacks the rows there and leaves an unnormalised sum; a second kernel adds the stretches in
-their order. With one stretch the first kernel finishes alone. Bits depend on the launch, so a
-batch-invariant engine passes `invariant=True`, which takes one launch at every T. It refuses what
+and unpacks the rows there and leaves an unnormalised sum. The last program to arrive adds the
+stretches in their order, or a second kernel does, with the same bits. Bits depend on the launch, so
+a batch-invariant engine passes `invariant=True`, which takes one launch at every T. It refuses what
 does not fit (`gather_attention_unsupported`). The easy mistake: reading a row behind an empty slot;
 it may hold anything, NaN included. Definition: `attention_refs.gather_attention_ref`.
 Source: spec/backbone.md section 4.5.
@@ -34,8 +34,12 @@ from finwhale.decode_kernels.launch import (
     overlap_options,
     wait_for_earlier,
 )
+from finwhale.decode_kernels.tiles import counters as new_counters
+from finwhale.decode_kernels.tiles import last_to_arrive
 
 _LOG2_E = 1.4426950408889634
+# Numbers that a thread has under way when its program adds stretches: they fit its registers.
+_UNDER_WAY = 128
 
 
 class GatherAttentionUnsupportedError(ValueError):
@@ -47,6 +51,8 @@ class AttentionLaunch:
     """Heads and slots of a program, stretches of a query, and how the programs are compiled.
 
     With shares=2, two programs make the same scores and each sums half of the channels.
+    fused  the last program of its heads and channels adds their stretches, instead of a second
+           launch; one processor then reads them all, which pays while they are few
     """
 
     heads: int
@@ -55,6 +61,7 @@ class AttentionLaunch:
     num_warps: int
     num_stages: int = 2
     shares: int = 1
+    fused: bool = False
 
 
 # From which T on a launch serves, and the one that serves every T alike.
@@ -62,22 +69,25 @@ class AttentionLaunch:
 _LAUNCHES = {
     "any": {
         256: AttentionLaunch(heads=64, keys=32, splits=1, num_warps=4, shares=2),
-        64: AttentionLaunch(heads=64, keys=32, splits=2, num_warps=4, shares=2),
+        64: AttentionLaunch(heads=64, keys=32, splits=2, num_warps=4, shares=2, fused=True),
         8: AttentionLaunch(heads=64, keys=32, splits=10, num_warps=4, shares=2),
         1: AttentionLaunch(heads=16, keys=32, splits=20, num_warps=8),
     },
 }
-_INVARIANT = {"any": AttentionLaunch(heads=64, keys=32, splits=5, num_warps=4, shares=2)}
+_INVARIANT = {
+    "any": AttentionLaunch(heads=64, keys=32, splits=5, num_warps=4, shares=2, fused=True)
+}
 
 # What `bench/gpu_decode_attention.py` times, and the compiled tests run.
 BENCHED = tuple(
     AttentionLaunch(
-        heads=heads, keys=keys, splits=splits, num_warps=warps, num_stages=stages, shares=shares
+        heads=heads, keys=keys, splits=splits, num_warps=warps, num_stages=stages, shares=shares,
+        fused=fused,
     )
     for heads, keys, warps, stages, shares in (
         (16, 32, 8, 2, 1), (64, 32, 4, 2, 2), (64, 32, 4, 3, 2),
     )
-    for splits in (1, 5)
+    for splits, fused in ((1, False), (5, False), (5, True))
 )  # fmt: skip
 
 
@@ -184,20 +194,62 @@ def _finish(
 
 
 @triton.jit
+def _add_stretches(
+    sums_ptr, stats_ptr, sink_ptr, rotation_ptr, out_ptr, t, T, heads, share,
+    H: tl.constexpr, HALF: tl.constexpr, SPLITS: tl.constexpr, SHARES: tl.constexpr,
+    R2: tl.constexpr,
+):  # fmt: skip
+    """Add the stretches of some heads and one share of the channels in their order, and finish."""
+    OWN: tl.constexpr = HALF // SHARES
+    column = tl.arange(0, OWN)
+    there = heads < H
+    wide = tl.broadcast_to(there[:, None], (heads.shape[0], OWN))
+    first = (t * SPLITS * SHARES + share) * H + heads
+    # All loads before the barrier, or the compiler puts some behind what waits for others.
+    tops, totals, evens, odds = (), (), (), ()
+    for split in tl.static_range(SPLITS):
+        at = (first + split * SHARES * H) * 2
+        tops += (tl.load(stats_ptr + at, mask=there, other=float("-inf")),)
+        totals += (tl.load(stats_ptr + at + 1, mask=there, other=0.0),)
+        place = sums_ptr + at[:, None] * OWN + column[None, :]
+        evens += (tl.load(place, mask=wide, other=0.0),)
+        odds += (tl.load(place + OWN, mask=wide, other=0.0),)
+    tl.debug_barrier()
+    top = tops[0]
+    for split in tl.static_range(1, SPLITS):
+        top = tl.maximum(top, tops[split])
+    shift = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.zeros(heads.shape, tl.float32)
+    even = tl.zeros([heads.shape[0], OWN], tl.float32)
+    odd = tl.zeros([heads.shape[0], OWN], tl.float32)
+    # One order for all who call, so that both ways give the same bits.
+    for split in tl.static_range(SPLITS):
+        weight = tl.exp2(tops[split] - shift)
+        total = tl.fma(weight, totals[split], total)
+        weight = tl.broadcast_to(weight[:, None], even.shape)
+        even, odd = tl.fma(weight, evens[split], even), tl.fma(weight, odds[split], odd)
+    _finish(
+        top, total, even, odd, sink_ptr, rotation_ptr, out_ptr, t, T, heads, share * OWN + column,
+        H, HALF, R2,
+    )  # fmt: skip
+
+
+@triton.jit
 def _split_kernel(
     q_ptr, ring_ptr, ring_scale_ptr, window_ptr, main_ptr, entry_ptr, sink_ptr, rotation_ptr,
-    out_ptr, sums_ptr, stats_ptr, T, W, K, factor,
+    out_ptr, sums_ptr, stats_ptr, count_ptr, T, W, K, factor,
     H: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, KEYS: tl.constexpr,
-    SHARES: tl.constexpr, R2: tl.constexpr, IS_WHOLE: tl.constexpr, FAST: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    SPLITS: tl.constexpr, SHARES: tl.constexpr, R2: tl.constexpr, IS_FUSED: tl.constexpr,
+    STEP: tl.constexpr, FAST: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Sum HEADS heads of a query over a stretch of slots, for all channels or every SHARES-th part.
 
     With two shares a program reads all channels for its scores and adds up half of them.
+    STEP  heads of which a fused launch adds the stretches at a time
     """
     wait_for_earlier(OVERLAP)
     OWN: tl.constexpr = HALF // SHARES
-    split, splits, t = tl.program_id(0), tl.num_programs(0), tl.program_id(2).to(tl.int64)
+    split, t = tl.program_id(0), tl.program_id(2).to(tl.int64)
     share = tl.program_id(1) % SHARES
     heads = tl.program_id(1) // SHARES * HEADS + tl.arange(0, HEADS)
     key = tl.arange(0, KEYS)
@@ -210,7 +262,7 @@ def _split_kernel(
     sum_odd = tl.zeros([HEADS, OWN], tl.float32)
     window_tiles = (W + KEYS - 1) // KEYS
     tiles = window_tiles + (K + KEYS - 1) // KEYS
-    first, last = split * tiles // splits, (split + 1) * tiles // splits
+    first, last = split * tiles // SPLITS, (split + 1) * tiles // SPLITS
     for tile in range(first, tl.minimum(last, window_tiles)):
         slot = tile * KEYS + key
         index = tl.load(window_ptr + t * W + slot, mask=slot < W, other=-1)
@@ -247,49 +299,45 @@ def _split_kernel(
         top, total, sum_even, sum_odd = _online_step(
             scores, even, odd, seen, factor, top, total, sum_even, sum_odd, FAST
         )
-    channel = share * OWN + tl.arange(0, OWN)
-    if IS_WHOLE:
+    column = tl.arange(0, OWN)
+    if SPLITS == 1:
         _finish(
-            top, total, sum_even, sum_odd, sink_ptr, rotation_ptr, out_ptr, t, T, heads, channel,
-            H, HALF, R2,
+            top, total, sum_even, sum_odd, sink_ptr, rotation_ptr, out_ptr, t, T, heads,
+            share * OWN + column, H, HALF, R2,
         )  # fmt: skip
     else:
-        part = t * splits + split
-        at = (part * H + heads) * 2
-        if share == 0:
-            tl.store(stats_ptr + at, top, mask=heads < H)
-            tl.store(stats_ptr + at + 1, total, mask=heads < H)
-        at = at[:, None] * HALF + channel[None, :]
+        # Each share has stats of its own: it added up its scores in another order.
+        at = (((t * SPLITS + split) * SHARES + share) * H + heads) * 2
+        tl.store(stats_ptr + at, top, mask=heads < H)
+        tl.store(stats_ptr + at + 1, total, mask=heads < H)
+        at = at[:, None] * OWN + column[None, :]
         tl.store(sums_ptr + at, sum_even, mask=(heads < H)[:, None])
-        tl.store(sums_ptr + at + HALF, sum_odd, mask=(heads < H)[:, None])
+        tl.store(sums_ptr + at + OWN, sum_odd, mask=(heads < H)[:, None])
+    if IS_FUSED:
+        count_ptr += t * tl.num_programs(1) + tl.program_id(1)
+        is_last = last_to_arrive(count_ptr, SPLITS)
+        if is_last:
+            for step in tl.static_range(HEADS // STEP):
+                some = tl.program_id(1) // SHARES * HEADS + step * STEP + tl.arange(0, STEP)
+                _add_stretches(
+                    sums_ptr, stats_ptr, sink_ptr, rotation_ptr, out_ptr, t, T, some, share,
+                    H, HALF, SPLITS, SHARES, R2,
+                )  # fmt: skip
 
 
 @triton.jit
 def _combine_kernel(
-    sums_ptr, stats_ptr, sink_ptr, rotation_ptr, out_ptr, T, splits,
-    H: tl.constexpr, HALF: tl.constexpr, SPLITS: tl.constexpr, R2: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    sums_ptr, stats_ptr, sink_ptr, rotation_ptr, out_ptr, T,
+    H: tl.constexpr, HALF: tl.constexpr, SPLITS: tl.constexpr, SHARES: tl.constexpr,
+    R2: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Add the stretches of one head; all are loaded at once, so their latencies overlap."""
+    """Add the stretches of one head and one share of its channels."""
     wait_for_earlier(OVERLAP)
     t = tl.program_id(1).to(tl.int64)
-    heads = tl.program_id(0) + tl.arange(0, 1)
-    split, channel = tl.arange(0, SPLITS), tl.arange(0, HALF)
-    keep = split < splits
-    at = ((t * splits + split) * H + tl.program_id(0)) * 2
-    tops = tl.load(stats_ptr + at, mask=keep, other=float("-inf"))
-    totals = tl.load(stats_ptr + at + 1, mask=keep, other=0.0)
-    place = sums_ptr + at[:, None] * HALF + channel[None, :]
-    even = tl.load(place, mask=keep[:, None], other=0.0)
-    odd = tl.load(place + HALF, mask=keep[:, None], other=0.0)
-    top = tl.max(tops, 0)
-    share = tl.exp2(tops - tl.where(top == float("-inf"), 0.0, top))
-    total = tl.sum(share * totals, 0)
-    even = tl.sum(share[:, None] * even, 0)
-    odd = tl.sum(share[:, None] * odd, 0)
-    _finish(
-        top + tl.zeros([1], tl.float32), total + tl.zeros([1], tl.float32), even[None, :],
-        odd[None, :], sink_ptr, rotation_ptr, out_ptr, t, T, heads, channel, H, HALF, R2,
+    head = tl.program_id(0) // SHARES + tl.arange(0, 1)
+    _add_stretches(
+        sums_ptr, stats_ptr, sink_ptr, rotation_ptr, out_ptr, t, T, head, tl.program_id(0) % SHARES,
+        H, HALF, SPLITS, SHARES, R2,
     )  # fmt: skip
 
 
@@ -333,8 +381,12 @@ def gather_attention(
     invariant: bool = False,
     overlap: bool = False,
     launch: AttentionLaunch | None = None,
+    counters: Tensor | None = None,
 ) -> Tensor:
     """Return [T, H, D] bf16; the contract of `attention_refs.gather_attention_ref`.
+
+    counters  zeroed int32 of a fused launch, kept by the caller; None: made here. A launch leaves
+              them zeroed; launches that may overlap need counters of their own
 
     Sums are fp32; probabilities are rounded to bf16 relative to the running maximum of their
     stretch, where D04 takes the final one.
@@ -348,28 +400,38 @@ def gather_attention(
         return out
     launch = launch or attention_launch(tokens, q.device, invariant)
     width, chosen = window_index.shape[1], 0 if main is None else entry_index.shape[1]
-    splits = launch.splits
-    sums = stats = out
+    splits, shares = launch.splits, launch.shares
+    tile_heads = min(launch.heads, max(16, triton.next_power_of_2(heads)))
+    grid = splits, -(-heads // tile_heads) * shares, tokens
+    is_fused = launch.fused and splits > 1
+    sums = stats = count = out
     if splits > 1:
         sums = torch.empty(tokens, splits, heads, dim, dtype=torch.float32, device=q.device)
-        stats = torch.empty(tokens, splits, heads, 2, dtype=torch.float32, device=q.device)
+        stats = torch.empty(tokens, splits, shares, heads, 2, dtype=torch.float32, device=q.device)
+    step = 1
+    if is_fused:
+        count = new_counters(q.device, grid[1] * tokens) if counters is None else counters
+        if len(count) < grid[1] * tokens:
+            raise GatherAttentionUnsupportedError(
+                f"counters: {len(count)}, expected at least {grid[1] * tokens}"
+            )
+        least = _UNDER_WAY * 32 * launch.num_warps // (splits * dim // shares)
+        step = min(tile_heads, triton.next_power_of_2(least + 1) // 2) or 1
     half_turn = 0 if rotation is None else rotation.shape[-1]
     turn = sink if rotation is None else rotation
     words = out.view(torch.int32)
-    sizes = {"H": heads, "HALF": dim // 2, "R2": half_turn}
+    sizes = {"H": heads, "HALF": dim // 2, "R2": half_turn, "SPLITS": splits, "SHARES": shares}
     sizes |= overlap_options(overlap, q.device)
-    tile_heads = min(launch.heads, max(16, triton.next_power_of_2(heads)))
-    _split_kernel[(splits, -(-heads // tile_heads) * launch.shares, tokens)](
+    _split_kernel[grid](
         q.contiguous().view(torch.int32), ring.view(torch.int16), ring,
         window_index, ring if main is None else main, entry_index, sink, turn,
-        words, sums, stats, tokens, width, chosen, dim**-0.5 * _LOG2_E,
-        HEADS=tile_heads, KEYS=launch.keys, IS_WHOLE=splits == 1, SHARES=launch.shares,
+        words, sums, stats, count, tokens, width, chosen, dim**-0.5 * _LOG2_E,
+        HEADS=tile_heads, KEYS=launch.keys, IS_FUSED=is_fused, STEP=step,
         FAST=not is_interpreted(_split_kernel),
         num_warps=launch.num_warps, num_stages=launch.num_stages, **sizes,
     )  # fmt: skip
-    if splits > 1:
-        _combine_kernel[(heads, tokens)](
-            sums, stats, sink, turn, words, tokens, splits,
-            SPLITS=triton.next_power_of_2(splits), num_warps=4, **sizes,
-        )  # fmt: skip
+    if splits > 1 and not is_fused:
+        _combine_kernel[(heads * shares, tokens)](
+            sums, stats, sink, turn, words, tokens, num_warps=8 // shares, **sizes
+        )
     return out

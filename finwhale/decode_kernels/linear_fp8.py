@@ -12,7 +12,7 @@ slices of x. Source: spec/backbone.md sections 4.6 and 9.1.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -27,11 +27,12 @@ from finwhale.decode_kernels.tiles import (
     counters,
     last_to_arrive,
     overlap_of,
-    prefetch_rows,
     round_groups,
     row_product,
     tile_product,
+    tiled_product,
     to_bf16,
+    unpack_fp8_tiles,
 )
 from finwhale.ops.linear import grouped_linear
 from finwhale.ops.rope import apply_rope
@@ -47,7 +48,7 @@ class LinearLaunch:
                     outputs are rounded
     programs        aimed at; K is split until there are about so many
     block           rows of x per program; 0: by their number. Fixed, a row's sums have one order
-    overlap         1: the launch begins under the end of the one before; 2: and asks for weights
+    overlap         1: the launch begins under the end of the one before
     """
 
     rows: int
@@ -59,35 +60,36 @@ class LinearLaunch:
     overlap: int = 0
 
 
-# (one row, up to 16 rows, more) by device family.
+# (one row, up to 16 rows, more) by device family, of FP8 matrices in tiles.
+_TILED = LinearLaunch(rows=64, columns=128, programs=528, warps=4, stages=4)
 _LAUNCH: dict[str, tuple[LinearLaunch, LinearLaunch, LinearLaunch]] = {
+    "any": (
+        replace(_TILED, programs=924, stages=3),
+        _TILED,
+        replace(_TILED, programs=264, stages=3),
+    ),
+}
+# Of BF16 matrices.
+_BF16: dict[str, tuple[LinearLaunch, LinearLaunch, LinearLaunch]] = {
     "any": (
         LinearLaunch(rows=32, columns=256, programs=1056, warps=4, stages=2),
         LinearLaunch(rows=64, columns=128, programs=396, warps=4, stages=4),
         LinearLaunch(rows=128, columns=128, programs=264, warps=8, stages=3),
     ),
-    "hopper": (
-        LinearLaunch(rows=32, columns=256, programs=1056, warps=4, stages=2),
-        LinearLaunch(rows=128, columns=128, programs=264, warps=4, stages=3),
-        LinearLaunch(rows=128, columns=128, programs=264, warps=4, stages=3),
-    ),
 }
 # Serves every number of rows alike.
-_INVARIANT = {
+_INVARIANT = {"any": replace(_TILED, block=16)}
+_INVARIANT_BF16 = {
     "any": LinearLaunch(rows=64, columns=128, programs=396, warps=4, stages=4, block=16),
 }
 
-# What `bench/gpu_decode.py --tune` times: for one row, and for more. Each serves every product of a
-# layer, also the one that rounds its outputs.
-BENCHED_ONE = tuple(
-    LinearLaunch(rows=rows, columns=256, programs=programs, warps=warps, stages=2)
-    for rows, programs, warps in ((32, 1056, 4), (32, 1056, 8), (64, 1056, 4))
-)
+# What `bench/gpu_decode.py --tune` times. Each serves every FP8 product of a layer, also the one
+# that rounds its outputs. 16 or 32 rows for each warp.
 BENCHED = tuple(
     LinearLaunch(rows=rows, columns=columns, programs=programs, warps=warps, stages=stages)
     for rows, columns, programs, warps, stages in (
-        (64, 128, 396, 4, 4), (64, 128, 528, 4, 4), (32, 128, 528, 4, 4), (128, 128, 264, 4, 3),
-        (128, 128, 264, 8, 3), (128, 128, 264, 8, 4), (64, 256, 264, 8, 3), (128, 128, 528, 8, 3),
+        (64, 128, 396, 4, 4), (64, 128, 528, 4, 4), (64, 128, 660, 4, 3), (64, 128, 264, 4, 3),
+        (64, 128, 924, 4, 3), (64, 256, 528, 4, 2), (64, 256, 924, 4, 2), (128, 128, 396, 4, 3),
     )
 )  # fmt: skip
 
@@ -102,8 +104,8 @@ def _linear_kernel(
     T, ROWS, K, x_row, group_rows, chunk,
     KIND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     SPLITS: tl.constexpr, PADDED: tl.constexpr, EVEN: tl.constexpr, ROUND: tl.constexpr,
-    HEAD: tl.constexpr, R2: tl.constexpr, IS_ROW: tl.constexpr, OVERLAP: tl.constexpr,
-    UPCAST: tl.constexpr,
+    HEAD: tl.constexpr, R2: tl.constexpr, IS_ROW: tl.constexpr, WARPS: tl.constexpr,
+    OVERLAP: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     tile, split, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     place = tile * BN + tl.arange(0, BN)
@@ -113,25 +115,29 @@ def _linear_kernel(
     begin = split * chunk
     end = tl.minimum(begin + chunk, K)
     row = block * BM + tl.arange(0, BM)
-    if OVERLAP > 1 and EVEN:
-        # The first step's weights travel while the kernel before still runs.
-        width: tl.constexpr = BK * (2 if KIND == BF16 else 1)
-        prefetch_rows(w_ptr, n, K * (2 if KIND == BF16 else 1), begin, width)
     wait_for_earlier(OVERLAP > 0)
-    if IS_ROW:
-        acc = row_product(x_group, w_ptr, s_ptr, n, begin, end, K, KIND, BN, BK, EVEN, UPCAST)
-        acc = acc[None, :]
+    if KIND == FP8:
+        S: tl.constexpr = BN // 32
+        G: tl.constexpr = BK // 32
+        strip = tl.minimum(tile * S + tl.arange(0, S), (ROWS + 31) // 32 - 1)
+        acc = tiled_product(
+            x_group, row.to(tl.int64) * x_row, row < T, w_ptr, s_ptr, strip, begin // 32, end // 32,
+            K // 32, FP8, BM, S, G, EVEN, WARPS, UPCAST,
+        )  # fmt: skip
+    elif IS_ROW:
+        acc = row_product(x_group, w_ptr, n, begin, end, K, BN, BK, EVEN)[None, :]
     else:
         acc = tile_product(
-            x_group, row.to(tl.int64) * x_row, row < T, w_ptr, s_ptr, n, begin, end, K,
-            KIND, BM, BN, BK, EVEN, UPCAST,
+            x_group, row.to(tl.int64) * x_row, row < T, w_ptr, n, begin, end, K,
+            BM, BN, BK, EVEN, UPCAST,
         )  # fmt: skip
     is_last = True
     if SPLITS > 1:
         index = block * tl.num_programs(0) + tile
         inner = tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :]
         parts = part_ptr + tl.cast(index, tl.int64) * (SPLITS * BM * BN) + inner
-        tl.store(parts + split * (BM * BN), acc)
+        real = tl.broadcast_to((row < T)[:, None], (BM, BN))
+        tl.store(parts + split * (BM * BN), acc, mask=real)
         is_last = last_to_arrive(count_ptr + index, SPLITS)
         if is_last:
             if BM == 1:
@@ -142,7 +148,8 @@ def _linear_kernel(
             else:
                 acc = tl.zeros([BM, BN], tl.float32)
                 for other in tl.static_range(SPLITS):
-                    acc += tl.load(parts + other * (BM * BN), cache_modifier=".cg")
+                    part = parts + other * (BM * BN)
+                    acc += tl.load(part, mask=real, other=0.0, cache_modifier=".cg")
     if is_last:
         if R2 > 0:
             # RoPE: neighbouring outputs are a pair; only the last 2 * R2 channels of a head turn.
@@ -173,20 +180,25 @@ def linear_fp8_ref(
     round_output: bool = False,
     turn: Tensor | None = None,
     head_dim: int = 0,
+    outputs: int | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
     """Return x W^T, summed in fp32 and rounded once.
 
     x         [T, groups * K] bf16, already rounded to FP8 groups where the release does so
-    weight    [O, K] float8_e4m3fn, or bf16 with `scales` None
-    scales    [ceil(O/32), K/32] float8_e8m0fnu or uint8
+    weight    [ceil(O/32), K/32, 1024] uint8, tiles of `pack_fp8_tiles`, or [O, K] bf16 with
+              `scales` None
+    scales    [ceil(O/32), K/32] uint8
+    outputs   O; None: a multiple of 32, or the rows of a bf16 matrix
     groups    output rows g * O/groups ... read columns g * K ... of x
     turn      [2, T, R/2] fp32: RoPE of heads of `head_dim` outputs (section 4.7); None: none
     returns   [T, O]; with round_output through FP8 in groups of 32 and back
 
     Section 9.1; section 4.6, step 2 for groups.
     """
-    w = weight.float() if scales is None else dequantize_weight(weight, scales)
+    w = weight.float()
+    if scales is not None:
+        w = dequantize_weight(unpack_fp8_tiles(weight), scales)[:outputs]
     y = grouped_linear(x.float().unflatten(-1, (groups, -1)), w).to(torch.float32)
     if turn is not None:
         heads = y.to(torch.bfloat16).unflatten(-1, (-1, head_dim))
@@ -195,9 +207,12 @@ def linear_fp8_ref(
     return round_fp8(y).to(out_dtype) if round_output else y
 
 
-def linear_unsupported(x: Tensor, weight: Tensor, groups: int, round_output: bool) -> str | None:
+def linear_unsupported(
+    x: Tensor, weight: Tensor, outputs: int, width: int, groups: int, round_output: bool
+) -> str | None:
     """Return why `linear_fp8` cannot take these inputs, or None."""
-    outputs, width = weight.shape
+    if weight.dim() == 3 and not 0 <= len(weight) * GROUP - outputs < GROUP:
+        return f"outputs: {outputs} of a matrix with {len(weight)} strips of {GROUP} rows"
     if width % GROUP:
         return f"weight: {width} columns, expected a multiple of {GROUP}"
     if x.dim() != 2 or x.shape[1] != groups * width:
@@ -211,14 +226,16 @@ def linear_unsupported(x: Tensor, weight: Tensor, groups: int, round_output: boo
     return None
 
 
-def linear_launch(rows: int, device: torch.device, invariant: bool = False) -> LinearLaunch:
+def linear_launch(
+    rows: int, device: torch.device, invariant: bool = False, is_fp8: bool = True
+) -> LinearLaunch:
     """Return the parameters for `rows` rows on a device.
 
     invariant  those that give a row the same bits whatever its neighbours and their number
     """
     if invariant:
-        return launch_for(_INVARIANT, device)
-    one, few, many = launch_for(_LAUNCH, device)
+        return launch_for(_INVARIANT if is_fp8 else _INVARIANT_BF16, device)
+    one, few, many = launch_for(_LAUNCH if is_fp8 else _BF16, device)
     return one if rows == 1 else few if rows <= 16 else many
 
 
@@ -231,6 +248,7 @@ def linear_fp8(
     round_output: bool = False,
     turn: Tensor | None = None,
     head_dim: int = 0,
+    outputs: int | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
     launch: LinearLaunch | None = None,
     scratch: tuple[Tensor, Tensor] | None = None,
@@ -238,24 +256,32 @@ def linear_fp8(
     """Same contract as `linear_fp8_ref`; products are exact in bf16, sums are fp32.
 
     launch   None: by the table
-    scratch  (parts fp32, zeroed counters int32) of `linear_scratch`, kept by the caller; None: made
-             here. Launches that may overlap need scratch of their own
+    scratch  (parts fp32, zeroed counters int32), kept by the caller; None: made here. Launches that
+             may overlap need scratch of their own
     """
-    reason = linear_unsupported(x, weight, groups, round_output)
-    if reason is None and turn is not None and (head_dim < 1 or len(weight) % head_dim):
-        reason = f"head_dim: {head_dim}, expected a divisor of {len(weight)} outputs"
+    is_fp8 = scales is not None
+    width = weight.shape[1] * (GROUP if is_fp8 else 1)
+    outputs = outputs or len(weight) * (GROUP if is_fp8 else 1)
+    reason = linear_unsupported(x, weight, outputs, width, groups, round_output)
+    if reason is None and turn is not None and (head_dim < 1 or outputs % head_dim):
+        reason = f"head_dim: {head_dim}, expected a divisor of {outputs} outputs"
     if reason is None and scales is not None and scales.data_ptr() % 4:
         reason = "scales: read as words, so their address must be a multiple of 4"
     if reason is not None:
         raise LinearUnsupportedError(f"linear_fp8: {reason}")
-    tokens, (outputs, width) = len(x), weight.shape
+    tokens = len(x)
     out = torch.empty(tokens, outputs, dtype=out_dtype, device=x.device)
     if not out.numel():
         return out
-    launch = linear_launch(tokens, x.device) if launch is None else launch
+    if launch is None:
+        launch = linear_launch(tokens, x.device, is_fp8=is_fp8)
     is_interpreted_here = is_interpreted(_linear_kernel)
-    bm = launch.block or _row_block(tokens)
-    bn, splits, chunk = _shape(launch, tokens, outputs, width, groups)
+    bm = launch.block or _row_block(tokens, is_fp8)
+    bn, splits, chunk = _shape(launch, outputs, width, groups)
+    if is_fp8 and bn % GROUP:
+        raise LinearUnsupportedError(
+            f"linear_fp8: launch: tiles of {bn} rows, expected a multiple of {GROUP} for FP8"
+        )
     if round_output and bn % GROUP:
         raise LinearUnsupportedError(
             f"linear_fp8: launch: tiles of {bn} rows, expected a multiple of {GROUP} where outputs"
@@ -268,37 +294,24 @@ def linear_fp8(
             counters(x.device, grid[0] * grid[2]),
         )
     _linear_kernel[grid](
-        x, weight, _bytes(scales, weight), x if turn is None else turn, out, *scratch,
+        x, weight, weight if scales is None else scales, x if turn is None else turn, out, *scratch,
         tokens, outputs, width, x.shape[1], outputs // groups, chunk,
         KIND=BF16 if scales is None else FP8, BM=bm, BN=bn, BK=launch.columns, SPLITS=splits,
-        EVEN=width == splits * chunk and chunk % launch.columns == 0, ROUND=round_output,
-        PADDED=triton.next_power_of_2(splits), IS_ROW=bm == 1,
+        EVEN=width == splits * chunk and chunk % launch.columns == 0 and width % 128 == 0,
+        ROUND=round_output, PADDED=triton.next_power_of_2(splits), IS_ROW=bm == 1,
         HEAD=head_dim, R2=0 if turn is None else turn.shape[-1],
-        UPCAST=is_interpreted_here,
+        WARPS=launch.warps, UPCAST=is_interpreted_here,
         num_warps=launch.warps, num_stages=launch.stages, **overlap_of(launch.overlap, x.device),
     )  # fmt: skip
     return out
 
 
-def linear_scratch(
-    tokens: int, outputs: int, width: int, device: torch.device, launch: LinearLaunch | None = None
-) -> tuple[Tensor, Tensor]:
-    """Return scratch for products of this size or smaller ones."""
-    launch = linear_launch(tokens, device) if launch is None else launch
-    bm = launch.block or _row_block(tokens)
-    bn, splits, _ = _shape(launch, tokens, outputs, width, 1)
-    tiles = -(-outputs // bn) * -(-tokens // bm)
-    return torch.empty(tiles * splits * bm * bn, device=device), counters(device, tiles)
-
-
-def _row_block(tokens: int) -> int:
+def _row_block(tokens: int, is_fp8: bool) -> int:
     """Return the rows of x in a program: a power of two, and 16 at least for a matrix unit."""
-    return 1 if tokens == 1 else min(64, max(16, 1 << (tokens - 1).bit_length()))
+    return 1 if tokens == 1 and not is_fp8 else min(64, max(16, 1 << (tokens - 1).bit_length()))
 
 
-def _shape(
-    launch: LinearLaunch, tokens: int, outputs: int, width: int, groups: int
-) -> tuple[int, int, int]:
+def _shape(launch: LinearLaunch, outputs: int, width: int, groups: int) -> tuple[int, int, int]:
     """Return rows of a tile, splits of K and columns of a split."""
     rows = launch.rows
     while groups > 1 and (outputs // groups) % rows:
@@ -308,8 +321,3 @@ def _shape(
     wanted = max(1, min(launch.programs // tiles, steps // 2))
     splits = max(s for s in range(1, wanted + 1) if steps % s == 0)
     return rows, splits, steps // splits * launch.columns
-
-
-def _bytes(scales: Tensor | None, weight: Tensor) -> Tensor:
-    """Return the scales as bytes; a matrix without any passes a pointer that nobody reads."""
-    return weight if scales is None else scales.view(torch.uint8)

@@ -1,6 +1,7 @@
-"""The router of a decode step in one launch: scores, choice, weights, and the order of the work.
+"""The router of a decode step: scores, choice, weights, and the order of the work.
 
-Programs compute parts of the logits; the last to arrive adds them and does the rest for all tokens:
+Programs compute parts of the logits. For one token the last to arrive adds them and does the rest;
+for more a second launch does it, a program for each token and the last one for the lists:
 the k best of score plus bias (ties to the lowest id), weights, and the lists that let a kernel walk
 the experts that were chosen, each with its tokens together. Nothing of it passes the host. The bias
 picks and never scales. The easy mistake: softplus by log(1 + exp(x)) is zero below -16.6; here the
@@ -19,7 +20,6 @@ from torch import Tensor
 
 from finwhale.decode_kernels.launch import is_interpreted, launch_for, wait_for_earlier
 from finwhale.decode_kernels.tiles import (
-    BF16,
     counters,
     last_to_arrive,
     overlap_of,
@@ -54,7 +54,8 @@ class Routing(NamedTuple):
 class RouteLaunch:
     """Rows and columns of the matrix per step, programs aimed at; the rest as `LinearLaunch`.
 
-    apart  the choice is a second launch with a program per token, the last of which makes the lists
+    apart  one token, too, takes two launches, as more do: the choice with a program per token, the
+           last of which makes the lists
     """
 
     rows: int
@@ -75,21 +76,20 @@ _LAUNCH: dict[str, tuple[RouteLaunch, RouteLaunch]] = {
     ),
     "hopper": (
         RouteLaunch(rows=16, columns=256, programs=128, warps=4, stages=2),
-        RouteLaunch(rows=32, columns=128, programs=96, warps=4, stages=3, apart=True),
+        RouteLaunch(rows=32, columns=128, programs=96, warps=4, stages=3),
     ),
 }
 _INVARIANT = {
-    "any": RouteLaunch(rows=32, columns=128, programs=32, warps=8, stages=3, block=16),
+    "any": RouteLaunch(rows=32, columns=128, programs=32, warps=8, stages=3, block=16, apart=True),
 }
+_CHOOSE_WARPS = 8
 
 # What `bench/gpu_decode.py --tune` times, and the compiled tests run.
 BENCHED = tuple(
-    RouteLaunch(
-        rows=rows, columns=columns, programs=programs, warps=warps, stages=3, apart=apart
-    )
-    for rows, columns, programs, warps, apart in (
-        (32, 128, 32, 8, True), (32, 128, 96, 4, True), (16, 256, 120, 4, True),
-        (32, 256, 64, 4, True), (32, 128, 32, 8, False), (16, 256, 128, 4, False),
+    RouteLaunch(rows=rows, columns=columns, programs=programs, warps=warps, stages=3)
+    for rows, columns, programs, warps in (
+        (32, 128, 32, 8), (32, 128, 96, 4), (16, 256, 120, 4), (16, 256, 60, 4),
+        (32, 256, 64, 4), (32, 256, 64, 8),
     )
 )  # fmt: skip
 
@@ -130,24 +130,58 @@ def route_ref(x: Tensor, weight: Tensor, bias: Tensor, k: int, scaling: float) -
 
 @triton.jit
 def _sqrt_softplus(x):
-    """sqrt(log(1 + e^x)), accurate where e^x is far below one."""
+    """sqrt(log(1 + e^x)), accurate where e^x is far below one; a NaN stays one.
+
+    Compiled, the lesser of a NaN and a number is the number.
+    """
     e = tl.exp(tl.minimum(x, 20.0))
     wide = 1.0 + e
     # log(1 + e) = log(w) * e / (w - 1) with w the rounded sum.
     exact = tl.where(wide == 1.0, e, tl.log(wide) * (e / tl.where(wide == 1.0, 1.0, wide - 1.0)))
-    return tl.sqrt(tl.where(x > 20.0, x, exact))
+    return tl.where(x == x, tl.sqrt(tl.where(x > 20.0, x, exact)), x)
+
+
+@triton.jit
+def _chosen(
+    logits, bias, e, j, X, scaling, KEPT: tl.constexpr, XP: tl.constexpr, KP: tl.constexpr
+):  # fmt: skip
+    """Return ids and weights [KP] of the KEPT best of a token, best first, and starts [XP].
+
+    logits, bias  [XP], of experts e; j [KP]; starts: how many of the chosen have a lower id
+    An id that is not one of the KEPT is XP.
+    """
+    score = _sqrt_softplus(logits)
+    biased = score + bias
+    biased = tl.where(biased == biased, biased, float("-inf"))
+    # Integers in the order of the numbers: a warp finds their largest in one instruction. Without a
+    # comparable score (all NaN) the lowest ids are taken, for only the taken lie below -inf.
+    key = biased.to(tl.int32, bitcast=True)
+    key = tl.where(e < X, key ^ ((key >> 31) & 0x7FFFFFFF), -2147483648)
+    score = score.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    ids = tl.full([KP], XP, tl.int32)
+    weights = tl.zeros([KP], tl.int32)
+    starts = tl.zeros([XP], tl.int32)
+    for kept in tl.static_range(KEPT):
+        chosen = tl.min(tl.where(key == tl.max(key, axis=0), e, XP), axis=0)
+        weight = tl.max(tl.where(e == chosen, score, 0), axis=0)
+        ids = tl.where(j == kept, chosen, ids)
+        weights = tl.where(j == kept, weight, weights)
+        key = tl.where(e == chosen, -2147483648, key)
+        starts += (chosen < e).to(tl.int32)
+    weights = weights.to(tl.float32, bitcast=True)
+    return ids, weights / (tl.sum(weights, axis=0) + 1e-20) * scaling, starts
 
 
 @triton.jit
 def _route_kernel(
     x_ptr, w_ptr, bias_ptr, part_ptr, count_ptr,
     ids_ptr, weights_ptr, order_ptr, rank_ptr, starts_ptr, active_ptr,
-    T, X, C, slots, scaling, chunk,
-    KEPT: tl.constexpr, BX: tl.constexpr, BK: tl.constexpr, BM: tl.constexpr,
-    SPLITS: tl.constexpr, EVEN: tl.constexpr, IS_ROW: tl.constexpr,
-    TB: tl.constexpr, XP: tl.constexpr, PP: tl.constexpr, PADDED: tl.constexpr,
+    T, X, C, scaling, chunk,
+    KEPT: tl.constexpr, KP: tl.constexpr, BX: tl.constexpr, BK: tl.constexpr, BM: tl.constexpr,
+    SPLITS: tl.constexpr, PADDED: tl.constexpr, XP: tl.constexpr, EVEN: tl.constexpr,
     APART: tl.constexpr, OVERLAP: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
+    """Parts of the logits; of one token, unless APART, the last program makes the routing too."""
     tile, split = tl.program_id(0), tl.program_id(1)
     place = tile * BX + tl.arange(0, BX)
     n = tl.minimum(place, X - 1)
@@ -158,95 +192,52 @@ def _route_kernel(
     wait_for_earlier(OVERLAP > 0)
     for start in range(0, T, BM):
         row = start + tl.arange(0, BM)
-        if IS_ROW:
-            acc = row_product(x_ptr, w_ptr, w_ptr, n, begin, end, C, BF16, BX, BK, EVEN, UPCAST)
+        if BM == 1:
+            acc = row_product(x_ptr, w_ptr, n, begin, end, C, BX, BK, EVEN)
             acc = acc[None, :]
         else:
             acc = tile_product(
-                x_ptr, row.to(tl.int64) * C, row < T, w_ptr, w_ptr, n, begin, end, C,
-                BF16, BM, BX, BK, EVEN, UPCAST,
+                x_ptr, row.to(tl.int64) * C, row < T, w_ptr, n, begin, end, C,
+                BM, BX, BK, EVEN, UPCAST,
             )  # fmt: skip
         at = (split * T + row)[:, None] * X + place[None, :]
         tl.store(part_ptr + at, acc, mask=(row < T)[:, None] & (place < X)[None, :])
-    is_last = False
     if not APART:
-        is_last = last_to_arrive(count_ptr, tl.num_programs(0) * SPLITS)
-    if is_last:
-        e = tl.arange(0, XP)
-        bias = tl.load(bias_ptr + e, mask=e < X, other=0.0)
-        tl.store(active_ptr + e, tl.full([XP], -1, tl.int32), mask=e < slots)
-        for first in range(0, T, TB):
-            t = first + tl.arange(0, TB)
-            there = (t < T)[:, None] & (e < X)[None, :]
-            if TB == 1:
-                step = tl.arange(0, PADDED)[:, None]
-                part = part_ptr + (step * T + first) * X + e[None, :]
-                there = (step < SPLITS) & (e < X)[None, :]
-                part = tl.load(part, mask=there, other=0.0, cache_modifier=".cg")
-                logits = tl.sum(part, axis=0)[None, :]
-            else:
-                logits = tl.zeros([TB, XP], tl.float32)
-                for step in tl.static_range(SPLITS):
-                    part = part_ptr + (step * T + t)[:, None] * X + e[None, :]
-                    logits += tl.load(part, mask=there, other=0.0, cache_modifier=".cg")
-            score = _sqrt_softplus(logits)
-            biased = tl.where((e < X)[None, :], score + bias[None, :], float("-inf"))
-            biased = tl.where(biased == biased, biased, float("-inf"))
-            total = tl.zeros([TB], tl.float32)
-            taken = tl.zeros([TB, XP], tl.int32)
-            for j in tl.static_range(KEPT):
-                best = tl.max(biased, axis=1)
-                # Without a comparable score (all NaN) the lowest ids are taken; weights are NaN.
-                free = (biased == best[:, None]) & (taken == 0)
-                chosen = tl.min(tl.where(free, e[None, :], XP), axis=1)
-                is_chosen = e[None, :] == chosen[:, None]
-                weight = tl.sum(tl.where(is_chosen, score, 0.0), axis=1)
-                total += weight
-                tl.store(ids_ptr + t * KEPT + j, chosen, mask=t < T)
-                tl.store(weights_ptr + t * KEPT + j, weight, mask=t < T)
-                biased = tl.where(is_chosen, float("-inf"), biased)
-                taken += is_chosen.to(tl.int32)
-            tl.debug_barrier()
-            for j in tl.static_range(KEPT):
-                at_weight = weights_ptr + t * KEPT + j
-                weight = tl.load(at_weight, mask=t < T, other=0.0)
-                tl.store(at_weight, weight / (total + 1e-20) * scaling, mask=t < T)
-        tl.debug_barrier()
-        # The lists: P pairs against all pairs, 16 at a time.
-        pairs = T * KEPT
-        p = tl.arange(0, PP)
-        own = tl.load(ids_ptr + p, mask=p < pairs, other=XP)
-        before = tl.zeros([PP], tl.int32)
-        counts = tl.zeros([XP], tl.int32)
-        for start in range(0, pairs, 16):
-            q = start + tl.arange(0, 16)
-            other = tl.load(ids_ptr + q, mask=q < pairs, other=XP)
-            earlier = (other[None, :] < own[:, None]) | (
-                (other[None, :] == own[:, None]) & (q[None, :] < p[:, None])
-            )
-            before += tl.sum((earlier & (q < pairs)[None, :]).to(tl.int32), axis=1)
-            counts += tl.sum((other[None, :] == e[:, None]).to(tl.int32), axis=1)
-        tl.store(order_ptr + before, p, mask=p < pairs)
-        rank = tl.zeros([PP], tl.int32)
-        for j in tl.static_range(KEPT):
-            beside = tl.load(ids_ptr + p // KEPT * KEPT + j, mask=p < pairs, other=XP)
-            rank += (beside < own).to(tl.int32)
-        tl.store(rank_ptr + p, rank, mask=p < pairs)
-        ends = tl.cumsum(counts, axis=0)
-        tl.store(starts_ptr + e, ends - counts, mask=e < X)
-        tl.store(starts_ptr + e + 1, ends, mask=e == X - 1)
-        present = (counts > 0).to(tl.int32)
-        slot = tl.cumsum(present, axis=0) - 1
-        tl.store(active_ptr + slot, e, mask=(present > 0) & (e < X))
+        e, j, step = tl.arange(0, XP), tl.arange(0, KP), tl.arange(0, PADDED)[:, None]
+        column = tl.broadcast_to(e[None, :], (PADDED, XP))
+        # A row of the shape of the parts: as a vector it would change its layout, and each program
+        # would wait for it before it counts itself in.
+        bias = tl.load(bias_ptr + column, mask=(step == 0) & (column < X), other=0.0)
+        if last_to_arrive(count_ptr, tl.num_programs(0) * SPLITS):
+            there = (step < SPLITS) & (column < X)
+            part = part_ptr + (step * X + column)
+            part = tl.load(part, mask=there, other=0.0, cache_modifier=".cg")
+            ids, weights, starts = _chosen(
+                tl.sum(part, axis=0), tl.sum(bias, axis=0), e, j, X, scaling, KEPT, XP, KP
+            )  # fmt: skip
+            is_id = j < KEPT
+            tl.store(ids_ptr + j, ids, mask=is_id)
+            tl.store(weights_ptr + j, weights, mask=is_id)
+            tl.store(starts_ptr + e, starts, mask=e < X)
+            tl.store(starts_ptr + X, KEPT)
+            # No expert has two pairs: the order is that of the ids.
+            rank = tl.sum((ids[None, :] < ids[:, None]).to(tl.int32), axis=1)
+            tl.store(rank_ptr + j, rank, mask=is_id)
+            tl.store(order_ptr + rank, j, mask=is_id)
+            tl.store(active_ptr + rank, ids, mask=is_id)
 
 
 @triton.jit
 def _bits_of(word):
-    """Return how many of the low 16 bits of an int32 are set."""
-    word = word - ((word >> 1) & 0x5555)
-    word = (word & 0x3333) + ((word >> 2) & 0x3333)
-    word = (word + (word >> 4)) & 0x0F0F
-    return (word + (word >> 8)) & 31
+    """Return how many bits of an int64 are set, as int32."""
+    low, high = word.to(tl.int32), (word >> 32).to(tl.int32)
+    low = low - ((low >> 1) & 0x55555555)
+    high = high - ((high >> 1) & 0x55555555)
+    four = (low & 0x33333333) + ((low >> 2) & 0x33333333)
+    four += (high & 0x33333333) + ((high >> 2) & 0x33333333)
+    eight = (four & 0x0F0F0F0F) + ((four >> 4) & 0x0F0F0F0F)
+    eight += eight >> 16
+    return (eight + (eight >> 8)) & 127
 
 
 @triton.jit
@@ -254,71 +245,52 @@ def _choose_kernel(
     bias_ptr, part_ptr, count_ptr,
     ids_ptr, weights_ptr, order_ptr, rank_ptr, starts_ptr, active_ptr,
     T, X, slots, scaling, splits,
-    KEPT: tl.constexpr, KP: tl.constexpr, WORDS: tl.constexpr, XP: tl.constexpr, PP: tl.constexpr,
+    KEPT: tl.constexpr, KP: tl.constexpr, XP: tl.constexpr, PP: tl.constexpr,
     PADDED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """The second launch of `apart`: a program chooses for one token, the last makes the lists.
+    """The second launch: a program chooses for one token, the last makes the lists.
 
-    Behind the counter lie WORDS rows of X words: bit t % 16 of word [t // 16, e] says that token t
-    chose expert e. So a pair's place in `order` is a count of bits, and no pair meets another.
+    Behind the counter lie X words of 64 bits: bit t of word e says that token t chose expert e. So
+    a pair's place in `order` is a count of bits, and no pair meets another.
     """
-    wait_for_earlier(OVERLAP > 0)
     t = tl.program_id(0)
     e, j = tl.arange(0, XP), tl.arange(0, KP)
-    chosen_ptr = count_ptr + 1
+    bias = tl.load(bias_ptr + e, mask=e < X, other=0.0)
+    wait_for_earlier(OVERLAP > 0)
+    tl.debug_barrier()  # no load crosses it: the bias is on its way before the parts
+    chosen_ptr = (count_ptr + 2).to(tl.pointer_type(tl.int64), bitcast=True)
     step = tl.arange(0, PADDED)[:, None]
-    part = part_ptr + (step * T + t) * X + e[None, :]
+    part = part_ptr + t * X + (step * (T * X) + e[None, :])
     part = tl.load(part, mask=(step < splits) & (e < X)[None, :], other=0.0)
-    score = _sqrt_softplus(tl.sum(part, axis=0))
-    biased = score + tl.load(bias_ptr + e, mask=e < X, other=0.0)
-    biased = tl.where((e < X) & (biased == biased), biased, float("-inf"))
-    ids = tl.full([KP], XP, tl.int32)
-    weights = tl.zeros([KP], tl.float32)
-    taken = tl.zeros([XP], tl.int32)
-    for kept in tl.static_range(KEPT):
-        best = tl.max(biased, axis=0)
-        # Without a comparable score (all NaN) the lowest ids are taken; weights are NaN.
-        chosen = tl.min(tl.where((biased == best) & (taken == 0), e, XP), axis=0)
-        weight = tl.sum(tl.where(e == chosen, score, 0.0), axis=0)
-        ids = tl.where(j == kept, chosen, ids)
-        weights = tl.where(j == kept, weight, weights)
-        biased = tl.where(e == chosen, float("-inf"), biased)
-        taken += (e == chosen).to(tl.int32)
-    weights = weights / (tl.sum(weights, axis=0) + 1e-20) * scaling
+    ids, weights, _ = _chosen(tl.sum(part, axis=0), bias, e, j, X, scaling, KEPT, XP, KP)
     own = t * KEPT + j
     tl.store(ids_ptr + own, ids, mask=j < KEPT)
+    bit = tl.full([KP], 1, tl.int64) << t
+    tl.atomic_or(chosen_ptr + ids, bit, mask=j < KEPT, sem="relaxed")
     tl.store(weights_ptr + own, weights, mask=j < KEPT)
     rank = tl.sum((ids[None, :] < ids[:, None]).to(tl.int32), axis=1)
     tl.store(rank_ptr + own, rank, mask=j < KEPT)
-    bit = tl.zeros([KP], tl.int32) + (1 << (t % 16))
-    tl.atomic_or(chosen_ptr + (t // 16) * X + ids, bit, mask=j < KEPT)
     if last_to_arrive(count_ptr, T):
-        counts = tl.zeros([XP], tl.int32)
-        for word in tl.static_range(WORDS):
-            bits = tl.load(chosen_ptr + word * X + e, mask=e < X, other=0, cache_modifier=".cg")
-            counts += _bits_of(bits)
-        ends = tl.cumsum(counts, axis=0)
-        tl.store(starts_ptr + e, ends - counts, mask=e < X)
-        tl.store(starts_ptr + e + 1, ends, mask=e == X - 1)
-        tl.store(active_ptr + e, tl.full([XP], -1, tl.int32), mask=e < slots)
-        tl.debug_barrier()
-        present = (counts > 0).to(tl.int32)
-        slot = tl.cumsum(present, axis=0) - 1
-        tl.store(active_ptr + slot, e, mask=(present > 0) & (e < X))
+        bits = tl.load(chosen_ptr + e, mask=e < X, other=0, cache_modifier=".cg")
         p = tl.arange(0, PP)
         there = p < T * KEPT
         expert = tl.load(ids_ptr + p, mask=there, other=0, cache_modifier=".cg")
-        token = p // KEPT
-        place = tl.load(starts_ptr + expert, mask=there, other=0, cache_modifier=".cg")
-        for word in tl.static_range(WORDS):
-            at = chosen_ptr + word * X + expert
-            bits = tl.load(at, mask=there, other=0, cache_modifier=".cg")
-            below = tl.minimum(tl.maximum(token - word * 16, 0), 16)
-            place += _bits_of(bits & ((1 << below) - 1))
-        tl.store(order_ptr + place, p, mask=there)
+        earlier = (tl.full([PP], 1, tl.int64) << (p // KEPT)) - 1
+        place = _bits_of(tl.gather(bits, expert, axis=0) & earlier)
+        counts = _bits_of(bits)
+        # Two running sums in one, of pairs (at most 64 * 512) and of experts that have any.
+        present = (counts > 0).to(tl.int32)
+        running = tl.cumsum(counts + (present << 16), axis=0)
+        starts, slot = (running & 0xFFFF) - counts, running >> 16
+        tl.store(order_ptr + place + tl.gather(starts, expert, axis=0), p, mask=there)
+        tl.store(starts_ptr + e, starts, mask=e < X)
+        tl.store(starts_ptr + X, T * KEPT)
+        tl.store(active_ptr + slot - 1, e, mask=(present > 0) & (e < X))
+        # Behind the last one that has a pair: as many -1 as are missing.
+        missing = tl.sum(present, axis=0) + e
+        tl.store(active_ptr + missing, tl.full([XP], -1, tl.int32), mask=missing < slots)
         tl.debug_barrier()
-        for word in tl.static_range(WORDS):
-            tl.store(chosen_ptr + word * X + e, tl.zeros([XP], tl.int32), mask=e < X)
+        tl.store(chosen_ptr + e, tl.zeros([XP], tl.int64), mask=e < X)
 
 
 def route_unsupported(x: Tensor, weight: Tensor, k: int) -> str | None:
@@ -341,9 +313,8 @@ class RouteScratch(NamedTuple):
 
 def route_scratch(tokens: int, experts: int, device: torch.device | str) -> RouteScratch:
     """Return scratch that serves up to `tokens` tokens and 32 splits of the columns."""
-    bits = -(-tokens // 16) * experts
     return RouteScratch(
-        torch.empty(32 * tokens * experts, device=device), counters(device, 1 + bits)
+        torch.empty(32 * tokens * experts, device=device), counters(device, 2 + 2 * experts)
     )
 
 
@@ -391,23 +362,24 @@ def route(
     splits = max(s for s in range(1, wanted + 1) if steps % s == 0)
     chunk = steps // splits * launch.columns
     scratch = route_scratch(tokens, experts, x.device) if scratch is None else scratch
-    padded = triton.next_power_of_2(experts)
-    least = 2 if launch.block else 1  # one token alone adds its parts in another order
     block = launch.block or (1 if tokens == 1 else max(16, triton.next_power_of_2(tokens)))
+    apart = launch.apart or tokens > 1
+    shared = {
+        "KEPT": k,
+        "KP": max(2, triton.next_power_of_2(k)),
+        "XP": triton.next_power_of_2(experts),
+        "PADDED": triton.next_power_of_2(splits),
+        **overlap_of(launch.overlap, x.device),
+    }
     _route_kernel[(tiles, splits)](
-        x, weight, bias, *scratch, *found, tokens, experts, channels, slots, scaling, chunk,
-        KEPT=k, BX=launch.rows, BK=launch.columns,
-        BM=block, SPLITS=splits, EVEN=channels == splits * chunk, IS_ROW=block == 1,
-        TB=max(least, min(triton.next_power_of_2(tokens), 4096 // padded)), XP=padded,
-        PP=triton.next_power_of_2(tokens * k), PADDED=triton.next_power_of_2(splits),
-        APART=launch.apart, UPCAST=is_interpreted(_route_kernel),
-        num_warps=launch.warps, num_stages=launch.stages, **overlap_of(launch.overlap, x.device),
+        x, weight, bias, *scratch, *found, tokens, experts, channels, scaling, chunk,
+        BX=launch.rows, BK=launch.columns, BM=block, SPLITS=splits,
+        EVEN=channels == splits * chunk, APART=apart, UPCAST=is_interpreted(_route_kernel),
+        num_warps=launch.warps, num_stages=launch.stages, **shared,
     )  # fmt: skip
-    if launch.apart:
+    if apart:
         _choose_kernel[(tokens,)](
             bias, *scratch, *found, tokens, experts, slots, scaling, splits,
-            KEPT=k, KP=max(2, triton.next_power_of_2(k)), WORDS=-(-tokens // 16), XP=padded,
-            PP=triton.next_power_of_2(tokens * k), PADDED=triton.next_power_of_2(splits),
-            num_warps=1 if padded <= 128 else 4, **overlap_of(launch.overlap, x.device),
+            PP=triton.next_power_of_2(tokens * k), num_warps=_CHOOSE_WARPS, **shared,
         )  # fmt: skip
     return found

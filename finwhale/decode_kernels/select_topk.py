@@ -1,16 +1,19 @@
 """Exact selection of the k best of up to millions of scores, lowest position first among equals.
 
-A tournament: each program finds the k best of its stretch of a row, in order of position, and the
-survivors of all stretches play the next level, until one stretch is left. The threshold is found by
-narrowing an interval of ordered integers until exactly k scores reach it, by a guess and by halves
-in turn, so nothing is sorted, nothing is added by atomics and every launch gives the same answer.
-Levels depend on the capacity alone and programs on the row's length, so a graph can hold it. The
-easy mistake: comparing floats with their signs of zero; 0 and -0 are equal and must tie (D01).
-Definition: `attention_refs.select_topk_rows_ref`. Source: spec/backbone.md sections 5.4 and 5.5.
+A row that one program can hold is searched at once. A longer one is cut into blocks: the k best
+blocks, by their best score, hold the k best scores (`select_topk_rows` says why), so a search of
+the blocks' bests and a search of k blocks are enough; blocks of blocks serve still longer rows.
+The threshold of a search is found by narrowing an interval of ordered integers until exactly k
+scores reach it, by a guess and by halves in turn, so nothing is sorted, nothing is added by atomics
+and every launch gives the same answer. Launches depend on the capacity alone, so a graph can hold
+them. The easy mistake: comparing floats with their signs of zero; 0 and -0 are equal and must tie
+(D01). Definition: `attention_refs.select_topk_rows_ref`. Source: spec/backbone.md sections 5.4
+and 5.5.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -32,33 +35,21 @@ class SelectTopkUnsupportedError(ValueError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SelectLaunch:
-    """Scores of one stretch, the warps that hold them, and registers of a thread (0: any)."""
+    """Most scores that one program searches, and the warps that hold them."""
 
     stretch: int
     num_warps: int
-    max_registers: int = 0
-
-    def options(self) -> dict[str, int]:
-        """Return what the kernel is compiled with."""
-        limit = {"maxnreg": self.max_registers} if self.max_registers else {}
-        return {"STRETCH": self.stretch, "num_warps": self.num_warps, **limit}
 
 
-# The longest stretch by k; a row of fewer scores gets one of its own length.
-# Measured on Hopper alone, and served to all.
-_LAUNCHES = {
-    "any": {
-        0: SelectLaunch(stretch=4096, num_warps=4),
-        513: SelectLaunch(stretch=8192, num_warps=8),
-    }
-}
+# Measured on no device yet; served to all.
+_LAUNCHES = {"any": SelectLaunch(stretch=16384, num_warps=16)}
 # What `bench/gpu_decode_attention.py` times, and the compiled tests run.
 BENCHED = tuple(
-    SelectLaunch(stretch=stretch, num_warps=warps, max_registers=registers)
-    for stretch, warps, registers in (
-        (4096, 4, 0), (4096, 4, 128), (8192, 8, 0), (8192, 8, 128),
-    )
-)  # fmt: skip
+    SelectLaunch(stretch=stretch, num_warps=warps)
+    for stretch, warps in ((16384, 16), (16384, 32), (8192, 8), (8192, 16), (4096, 4), (4096, 8))
+)
+# Scores that one program reads to write the bests of its blocks.
+_SPAN = 4096
 
 # Ordered as integers: minus infinity, and below it what may not be chosen.
 _MINUS_INFINITY = tl.constexpr(-2139095041)
@@ -81,87 +72,134 @@ def _score(key):
 
 
 @triton.jit
-def _level_length(length, K, LEVEL: tl.constexpr, STRETCH: tl.constexpr):
-    """Return how many survivors a row of `length` scores sends to a level."""
+def _level_length(length, BLOCK: tl.constexpr, LEVEL: tl.constexpr):
+    """Return how many bests a row of `length` scores has on a level; level 0 are the scores."""
     for _ in tl.static_range(LEVEL):
-        length = (length + STRETCH - 1) // STRETCH * K
+        length = (length + BLOCK - 1) // BLOCK
     return length
 
 
 @triton.jit
-def _stretch_kernel(
-    scores_ptr, index_ptr, lengths_ptr, out_scores_ptr, out_index_ptr, N, capacity, K,
-    STRETCH: tl.constexpr, SLOTS: tl.constexpr, LEVEL: tl.constexpr, FINAL: tl.constexpr,
+def _logarithm(count):
+    return tl.log2(tl.maximum(count, 1).to(tl.float32))
+
+
+@triton.jit
+def _threshold(key, low, K):
+    """Return the largest key that at least K keys reach, or `low` where at most K reach `low`."""
+    reach_low = tl.sum((key >= low).to(tl.int32), 0)
+    if reach_low > K:
+        low = tl.min(tl.where(key >= low, key, 2147483647), 0)
+        # At least K keys reach `low`, fewer than K reach `high`.
+        high = tl.max(tl.where(key < _INFINITY, key, _NEVER), 0) + 1
+        reach_high = tl.sum((key >= high).to(tl.int32), 0)
+        if reach_high >= K:
+            low = _INFINITY
+            high = low
+        top, bottom = _logarithm(reach_low), _logarithm(reach_high)
+        turn = 0
+        while low + 1 < high:
+            middle = (low >> 1) + (high >> 1) + (low & high & 1)
+            if turn % 2 == 0:
+                # Were the logarithm of the count a line over the scores, this would hit K.
+                share = (top - _logarithm(K)) / tl.maximum(top - bottom, 1e-6)
+                guess = _score(low) + share * (_score(high) - _score(low))
+                middle = tl.minimum(tl.maximum(_ordered(guess), low + 1), high - 1)
+            count = tl.sum((key >= middle).to(tl.int32), 0)
+            if count >= K:
+                low = middle
+                top = _logarithm(count)
+            else:
+                high = middle
+                bottom = _logarithm(count)
+            high = tl.where(count == K, low, high)
+            turn += 1
+    return low
+
+
+@triton.jit
+def _bests_kernel(
+    scores_ptr, lengths_ptr, best_ptr, upper_ptr, N, width, upper_width, capacity,
+    SPAN: tl.constexpr, BLOCK: tl.constexpr, LEVEL: tl.constexpr, TWO: tl.constexpr,
     ALIGNED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Write the K best of a stretch in order of position, then empty slots."""
+    """Write the best score of each block of a level's row; if TWO, of blocks of blocks as well."""
     wait_for_earlier(OVERLAP)
     chunk, t = tl.program_id(0), tl.program_id(1).to(tl.int64)
     length = tl.minimum(tl.load(lengths_ptr + t), capacity).to(tl.int32)
-    length = _level_length(tl.maximum(length, 0), K, LEVEL, STRETCH)
-    start = chunk * STRETCH
-    # The last level has one stretch and always answers.
-    if FINAL or (start < length):
-        place = start + tl.arange(0, STRETCH)
-        inside = place < length
+    length = _level_length(tl.maximum(length, 0), BLOCK, LEVEL)
+    if chunk * SPAN < length:
+        place = chunk * SPAN + tl.arange(0, SPAN)
         # Rows of a multiple of 16 can be read to the next such border, four scores at a time.
         border = (length + 15) // 16 * 16 if ALIGNED else length
         score = tl.load(scores_ptr + t * N + place, mask=place < border, other=float("-inf"))
-        key = tl.where(inside, _ordered(score), _NEVER)
-        possible = key > _MINUS_INFINITY
-        low = _MINUS_INFINITY + 1
-        if tl.sum(possible.to(tl.int32), 0) > K:
-            # At least K keys reach `low`, fewer than K reach `high`.
-            low = tl.min(tl.where(possible, key, 2147483647), 0)
-            high = tl.max(tl.where(key < _INFINITY, key, _NEVER), 0) + 1
-            reach_low = tl.sum(possible.to(tl.int32), 0)
-            reach_high = tl.sum((key >= high).to(tl.int32), 0)
-            if reach_high >= K:
-                low = _INFINITY
-                high = low
-            turn = 0
-            while low + 1 < high:
-                middle = (low >> 1) + (high >> 1) + (low & high & 1)
-                if turn % 2 == 0:
-                    # Were the logarithm of the count a line over the scores, this would hit K.
-                    top = tl.log(reach_low.to(tl.float32))
-                    share = top - tl.log(tl.maximum(reach_high, 1).to(tl.float32))
-                    share = (top - tl.log(tl.cast(K, tl.float32))) / tl.maximum(share, 1e-6)
-                    guess = _score(low) + share * (_score(high) - _score(low))
-                    middle = tl.minimum(tl.maximum(_ordered(guess), low + 1), high - 1)
-                count = tl.sum((key >= middle).to(tl.int32), 0)
-                if count >= K:
-                    low = middle
-                    reach_low = count
-                else:
-                    high = middle
-                    reach_high = count
-                high = tl.where(count == K, low, high)
-                turn += 1
-        above = key > low
-        level = key == low
-        room = K - tl.sum(above.to(tl.int32), 0)
-        # Both counts in one scan: fewer than K are above, at most STRETCH <= 2^15 are level.
-        before = tl.cumsum((above.to(tl.int32) << 16) | level.to(tl.int32), 0)
-        levels = before & 0xFFFF
-        keep = above | (level & (levels <= room))
-        slot = (before >> 16) + tl.minimum(levels, room) - 1
-        filled = tl.sum(keep.to(tl.int32), 0)
-        chosen = place
-        if LEVEL > 0:
-            chosen = tl.load(index_ptr + t * N + place, mask=keep, other=0)
-        empty = tl.arange(0, SLOTS)
-        unused = (empty >= filled) & (empty < K)
-        if FINAL:
-            out = out_index_ptr + t * K
-            tl.store(out + slot, chosen.to(tl.int64), mask=keep)
-            tl.store(out + empty, tl.full([SLOTS], -1, tl.int64), mask=unused)
-        else:
-            at = (t * tl.num_programs(0) + chunk) * K
-            tl.store(out_scores_ptr + at + slot, score, mask=keep)
-            tl.store(out_index_ptr + at + slot, chosen, mask=keep)
-            lost = tl.full([SLOTS], float("-inf"), tl.float32)
-            tl.store(out_scores_ptr + at + empty, lost, mask=unused)
+        score = tl.where((place < length) & (score == score), score, float("-inf"))
+        best = tl.max(tl.reshape(score, [SPAN // BLOCK, BLOCK]), 1)
+        number = chunk * (SPAN // BLOCK) + tl.arange(0, SPAN // BLOCK)
+        tl.store(best_ptr + t * width + number, best, mask=number < width)
+        if TWO:
+            UPPER: tl.constexpr = SPAN // BLOCK // BLOCK
+            best = tl.max(tl.reshape(best, [UPPER, BLOCK]), 1)
+            number = chunk * UPPER + tl.arange(0, UPPER)
+            tl.store(upper_ptr + t * upper_width + number, best, mask=number < upper_width)
+
+
+@triton.jit
+def _stretch_kernel(
+    scores_ptr, blocks_ptr, bound_ptr, lengths_ptr, out_ptr, N, capacity, K,
+    SIZE: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr, LEVEL: tl.constexpr,
+    LISTED: tl.constexpr, ALIGNED: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Write the K best of a level's row in order of position, then -1, and their threshold.
+
+    LISTED: the scores are those of the K blocks in `blocks_ptr`, and K of them are known to reach
+    `bound_ptr` if there are so many.
+    """
+    wait_for_earlier(OVERLAP)
+    t = tl.program_id(0).to(tl.int64)
+    length = tl.minimum(tl.load(lengths_ptr + t), capacity).to(tl.int32)
+    length = _level_length(tl.maximum(length, 0), BLOCK, LEVEL)
+    lane = tl.arange(0, SIZE)
+    low = _MINUS_INFINITY + 1
+    scores_ptr += t * N
+    # Rows of a multiple of 16 can be read to the next such border, four scores at a time.
+    border = (length + 15) // 16 * 16 if ALIGNED else length
+    if LISTED:
+        low = tl.load(bound_ptr + t)
+        entry = tl.arange(0, SIZE // BLOCK)
+        block = tl.load(blocks_ptr + t * K + entry, mask=entry < K, other=-1)
+        # Nothing lies at `border` and behind it.
+        first = tl.where(block < 0, border, block * BLOCK)
+        place = first[:, None] + tl.arange(0, BLOCK)[None, :]
+        score = tl.load(scores_ptr + place, mask=place < border, other=float("-inf"))
+        key = tl.where(place < length, _ordered(score), _NEVER)
+        key = tl.reshape(key, [SIZE])
+    else:
+        score = tl.load(scores_ptr + lane, mask=lane < border, other=float("-inf"))
+        key = tl.where(lane < length, _ordered(score), _NEVER)
+    low = _threshold(key, low, K)
+    above = key > low
+    level = key == low
+    room = K - tl.sum(above.to(tl.int32), 0)
+    # Both counts in one scan: fewer than K are above, at most SIZE <= 2^15 are level.
+    before = tl.cumsum((above.to(tl.int32) << 16) | level.to(tl.int32), 0)
+    levels = before & 0xFFFF
+    keep = above | (level & (levels <= room))
+    slot = (before >> 16) + tl.minimum(levels, room) - 1
+    filled = tl.sum(keep.to(tl.int32), 0)
+    place = lane
+    if LISTED:
+        # Read again, as few are kept: held through the search it would not fit the registers.
+        block = tl.load(blocks_ptr + t * K + lane // BLOCK, mask=keep, other=0)
+        place = block * BLOCK + lane % BLOCK
+    kind = out_ptr.dtype.element_ty
+    out_ptr += t * K
+    tl.store(out_ptr + slot, place.to(kind), mask=keep)
+    empty = tl.arange(0, SLOTS)
+    unused = (empty >= filled) & (empty < K)
+    tl.store(out_ptr + empty, tl.full([SLOTS], -1, kind), mask=unused)
+    if LEVEL > 0:
+        tl.store(bound_ptr + t, low)
 
 
 def select_topk_rows_unsupported(scores: Tensor, k: int) -> str | None:
@@ -177,14 +215,18 @@ def select_topk_rows_unsupported(scores: Tensor, k: int) -> str | None:
     return None
 
 
-def select_launch(capacity: int, k: int, device: torch.device) -> SelectLaunch:
-    """Return the launch for rows of `capacity` scores on a device."""
-    table = launch_for(_LAUNCHES, device)
-    longest = table[max(least for least in table if least <= k)]
-    stretch = max(triton.next_power_of_2(capacity), triton.next_power_of_2(2 * k), 1024)
-    if stretch >= longest.stretch:
-        return longest
-    return SelectLaunch(stretch=stretch, num_warps=max(4, min(longest.num_warps, stretch >> 9)))
+def block_size(capacity: int, k: int, stretch: int) -> int:
+    """Return the scores of a block, a power of two, for rows that one program cannot hold.
+
+    As few levels as will do, and about as many bests on the highest as scores in k blocks.
+    """
+    most = min(stretch // triton.next_power_of_2(k), _SPAN)
+    levels = 1
+    while stretch * most**levels < capacity:
+        levels += 1
+    even = 1 << max(1, round(math.log2(max(2, capacity / k)) / (levels + 1)))
+    is_enough = stretch * even**levels >= capacity
+    return int(even) if even <= most and is_enough else int(most)
 
 
 def select_topk_rows(
@@ -195,7 +237,11 @@ def select_topk_rows(
     overlap: bool = False,
     launch: SelectLaunch | None = None,
 ) -> Tensor:
-    """Return [T, k] int64; the contract of `attention_refs.select_topk_rows_ref`."""
+    """Return [T, k] int64; the contract of `attention_refs.select_topk_rows_ref`.
+
+    Why k blocks are enough: take k blocks by their best, the lowest first among equals. A score
+    outside is beaten by the best of each of them, or equals it and stands behind it.
+    """
     reason = select_topk_rows_unsupported(scores, k)
     if reason is not None:
         raise SelectTopkUnsupportedError(f"select_topk_rows: {reason}")
@@ -203,26 +249,33 @@ def select_topk_rows(
     out = torch.empty(tokens, k, dtype=torch.int64, device=scores.device)
     if not out.numel():
         return out
-    launch = launch or select_launch(capacity, k, scores.device)
-    stretch = launch.stretch
-    assert 2 * k <= stretch <= 1 << 15
-    scores = scores.contiguous()
-    index, width, level = out, capacity, 0
-    sizes = {"SLOTS": triton.next_power_of_2(k), **launch.options()}
-    sizes |= overlap_options(overlap, scores.device)
-    while width > stretch:
-        chunks = -(-width // stretch)
-        kept = torch.empty(tokens, chunks * k, dtype=torch.float32, device=scores.device)
-        kept_index = torch.empty(tokens, chunks * k, dtype=torch.int32, device=scores.device)
-        _stretch_kernel[(chunks, tokens)](
-            scores, index, lengths, kept, kept_index, width, capacity, k,
-            LEVEL=level, FINAL=False, ALIGNED=width % 16 == 0, **sizes,
+    launch = launch or launch_for(_LAUNCHES, scores.device)
+    assert 2 * k <= launch.stretch <= 1 << 15
+    more = overlap_options(overlap, scores.device)
+    rows = [scores.contiguous()]  # of scores, of bests of blocks, of blocks of blocks, ...
+    block = block_size(capacity, k, launch.stretch)
+    while (width := rows[-1].shape[1]) > launch.stretch:
+        best = scores.new_empty(tokens, -(-width // block))
+        upper = scores.new_empty(tokens, -(-best.shape[1] // block))
+        two = best.shape[1] > launch.stretch and block * block <= _SPAN
+        _bests_kernel[(-(-width // _SPAN), tokens)](
+            rows[-1], lengths, best, upper, width, best.shape[1], upper.shape[1], capacity,
+            SPAN=_SPAN, BLOCK=block, LEVEL=len(rows) - 1, TWO=two, ALIGNED=width % 16 == 0,
+            num_warps=4, **more,
         )  # fmt: skip
-        scores, index, width, level = kept, kept_index, chunks * k, level + 1
-    _stretch_kernel[(1, tokens)](
-        scores, index, lengths, scores, out, width, capacity, k,
-        LEVEL=level, FINAL=True, ALIGNED=width % 16 == 0, **sizes,
-    )  # fmt: skip
+        rows += [best, upper] if two else [best]
+    bound = torch.empty(tokens, dtype=torch.int32, device=scores.device)
+    chosen = bound  # the first search reads no blocks
+    for level in reversed(range(len(rows))):
+        width, listed = rows[level].shape[1], level + 1 < len(rows)
+        size = triton.next_power_of_2(max(k * block if listed else width, 1024))
+        blocks, chosen = chosen, out if level == 0 else torch.empty_like(out, dtype=torch.int32)
+        _stretch_kernel[(tokens,)](
+            rows[level], blocks, bound, lengths, chosen, width, capacity, k,
+            SIZE=size, SLOTS=triton.next_power_of_2(k), BLOCK=block, LEVEL=level, LISTED=listed,
+            ALIGNED=width % 16 == 0,
+            num_warps=min(32, max(4, launch.num_warps * size // launch.stretch)), **more,
+        )  # fmt: skip
     return out
 
 

@@ -1,12 +1,13 @@
 """The rows that a decode step writes: RMS norm, RoPE, rounding and the scatter, in one launch each.
 
-One program per row; window KV, main entries and index keys differ in format alone. Queries are
-turned (and index queries rounded) in place by a second kernel; a third closes or keeps the groups
-of ratio 2. Values are rounded to bf16 where the
-release has bf16 between its modules, so codes equal those of the reference unless the sum of the
-norm, taken in another order, moves a value across a boundary. The easy mistake: a value that is not
-finite has no code; `finite` remembers the row, as nothing can be raised here.
-Definition: `attention_refs.store_rows_ref`. Source: spec/backbone.md sections 4.2, 4.3, 5.1, 9.
+One program per row; window KV, main entries and index keys differ in format alone. A step writes
+its window row from the joined product, beside the query latent: `latent_and_window`. Queries are
+turned (and index queries rounded) in place by another kernel; a last one closes or keeps the groups
+of ratio 2. Values are rounded to bf16 where the release has bf16 between its modules, so codes
+equal those of the reference unless the sum of the norm, taken in another order, moves a value
+across a boundary. The easy mistake: a value that is not finite has no code; `finite` remembers the
+row, as nothing can be raised here.
+Definition: `attention_refs.store_rows_ref`. Source: spec/backbone.md sections 4.1 to 4.3, 5.1, 9.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from finwhale.decode_kernels.formats import (
     ue8m0_value,
 )
 from finwhale.decode_kernels.launch import is_interpreted, overlap_options, wait_for_earlier
+from finwhale.decode_kernels.tiles import GROUP, round_groups, to_bf16
 
 _FORMATS = {"window": 0, "entry": 1, "index_key": 2}
 _GROUPS = {"window": 32, "entry": 16, "index_key": 32}
@@ -39,12 +41,25 @@ class StoreRowsUnsupportedError(ValueError):
 
 
 @triton.jit
-def _turned(even, odd, rotation_ptr, t, T, pair, HALF: tl.constexpr, R2: tl.constexpr):
-    """Return bf16-valued channels after RoPE; `pair` is the index of a channel pair."""
-    turning = pair - (HALF - R2)
+def _normed(even, odd, w_even, w_odd, eps, HALF: tl.constexpr):
+    """Return a row's channels after RMS norm, bf16-valued."""
+    mean = tl.sum(even * even + odd * odd, 0) / (2 * HALF)
+    scale = tl.rsqrt(mean + eps)
+    return bf16_rounded(w_even * (even * scale)), bf16_rounded(w_odd * (odd * scale))
+
+
+@triton.jit
+def _angles(rotation_ptr, t, T, turning, R2: tl.constexpr):
+    """Return cos and sin of each channel pair; one with `turning` below 0 stays."""
     place = rotation_ptr + t * R2 + turning
     cos = tl.load(place, mask=turning >= 0, other=1.0)
     sin = tl.load(place + T * R2, mask=turning >= 0, other=0.0)
+    return cos, sin
+
+
+@triton.jit
+def _turned(even, odd, cos, sin, turning):
+    """Return bf16-valued channels after RoPE."""
     new_even = bf16_rounded(even * cos - odd * sin)
     new_odd = bf16_rounded(even * sin + odd * cos)
     is_turned = turning >= 0
@@ -84,7 +99,9 @@ def _turn_heads(
     pair = (HALF - WIDTH) + tl.arange(0, WIDTH)[None, :]
     at = q_ptr + (t * H + head) * HALF + pair
     even, odd = bf16_planes(tl.load(at, mask=head < H, other=0), False)
-    even, odd = _turned(even, odd, rotation_ptr, t, T, pair, HALF, R2)
+    turning = pair - (HALF - R2)
+    cos, sin = _angles(rotation_ptr, t, T, turning, R2)
+    even, odd = _turned(even, odd, cos, sin, turning)
     if ROUNDED:
         GROUPS: tl.constexpr = HEADS * HALF // 16
         _, value = _group_scale(even, odd, 2, GROUPS, 16)
@@ -101,6 +118,29 @@ def _turn_heads(
 
 
 @triton.jit
+def _write_packed(
+    pool_ptr, row, even, odd, FORMAT: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr
+):
+    """Round a row's channels to the format and write codes and scales to its place in the pool."""
+    GROUPS: tl.constexpr = HALF // PAIRS
+    code, value = _group_scale(even, odd, FORMAT, GROUPS, PAIRS)
+    value = tl.broadcast_to(value, [GROUPS, PAIRS])
+    even = tl.div_rn(tl.reshape(even, [GROUPS, PAIRS]), value)
+    odd = tl.div_rn(tl.reshape(odd, [GROUPS, PAIRS]), value)
+    group, in_group = tl.arange(0, GROUPS)[:, None], tl.arange(0, PAIRS)[None, :]
+    at = group * PAIRS + in_group
+    if FORMAT == 0:
+        base = pool_ptr + row * (2 * HALF + GROUPS)
+        tl.store(base + 2 * at, e4m3_code(even).to(tl.uint8))
+        tl.store(base + 2 * at + 1, e4m3_code(odd).to(tl.uint8))
+        tl.store(base + 2 * HALF + group, code.to(tl.uint8))
+    else:
+        base = pool_ptr + row * (HALF + GROUPS)
+        tl.store(base + at, (e2m1_code(even) | (e2m1_code(odd) << 4)).to(tl.uint8))
+        tl.store(base + HALF + group, code.to(tl.uint8))
+
+
+@triton.jit
 def _store_kernel(
     x_ptr, weight_ptr, rotation_ptr, pool_ptr, rows_ptr, latent_ptr, finite_ptr, q_ptr, T, eps,
     HALF: tl.constexpr, R2: tl.constexpr, FORMAT: tl.constexpr, PAIRS: tl.constexpr,
@@ -109,7 +149,6 @@ def _store_kernel(
 ):  # fmt: skip
     """Write one row; programs beyond the first of a token turn HEADS of its query's heads each."""
     wait_for_earlier(OVERLAP)
-    GROUPS: tl.constexpr = HALF // PAIRS
     t = tl.program_id(0).to(tl.int64)
     row = tl.load(rows_ptr + t)
     if tl.program_id(1) > 0:
@@ -120,33 +159,58 @@ def _store_kernel(
         pair = tl.arange(0, HALF)
         even, odd = bf16_planes(tl.load(x_ptr + t * HALF + pair), False)
         w_even, w_odd = bf16_planes(tl.load(weight_ptr + pair), False)
-        mean = tl.sum(even * even + odd * odd, 0) / (2 * HALF)
-        scale = tl.rsqrt(mean + eps)
-        even = bf16_rounded(w_even * (even * scale))
-        odd = bf16_rounded(w_odd * (odd * scale))
+        even, odd = _normed(even, odd, w_even, w_odd, eps, HALF)
         if HAS_LATENT:
             tl.store(latent_ptr + t * HALF + pair, bf16_bits(even) | (bf16_bits(odd) << 16))
-        even, odd = _turned(even, odd, rotation_ptr, t, T, pair, HALF, R2)
+        turning = pair - (HALF - R2)
+        cos, sin = _angles(rotation_ptr, t, T, turning, R2)
+        even, odd = _turned(even, odd, cos, sin, turning)
         if HAS_FINITE:
             # NaN and infinity fail the comparison.
             fine = (tl.abs(even) < 3.4e38) & (tl.abs(odd) < 3.4e38)
             if tl.min(fine.to(tl.int32), 0) == 0:
                 tl.store(finite_ptr + t, 0)
-        code, value = _group_scale(even, odd, FORMAT, GROUPS, PAIRS)
-        value = tl.broadcast_to(value, [GROUPS, PAIRS])
-        even = tl.div_rn(tl.reshape(even, [GROUPS, PAIRS]), value)
-        odd = tl.div_rn(tl.reshape(odd, [GROUPS, PAIRS]), value)
-        group, in_group = tl.arange(0, GROUPS)[:, None], tl.arange(0, PAIRS)[None, :]
-        at = group * PAIRS + in_group
-        if FORMAT == 0:
-            base = pool_ptr + row * (2 * HALF + GROUPS)
-            tl.store(base + 2 * at, e4m3_code(even).to(tl.uint8))
-            tl.store(base + 2 * at + 1, e4m3_code(odd).to(tl.uint8))
-            tl.store(base + 2 * HALF + group, code.to(tl.uint8))
-        else:
-            base = pool_ptr + row * (HALF + GROUPS)
-            tl.store(base + at, (e2m1_code(even) | (e2m1_code(odd) << 4)).to(tl.uint8))
-            tl.store(base + HALF + group, code.to(tl.uint8))
+        _write_packed(pool_ptr, row, even, odd, FORMAT, HALF, PAIRS)
+
+
+@triton.jit
+def _latent_window_kernel(
+    joined_ptr, pairs_ptr, q_weight_ptr, kv_weight_ptr, rotation_ptr, ring_ptr, rows_ptr,
+    latent_ptr, T, A, eps,
+    AP: tl.constexpr, HALF: tl.constexpr, R2: tl.constexpr, PAIRS: tl.constexpr,
+    OVERLAP: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Norm and round one query latent, or write one window row, by the second index of the program.
+
+    `pairs_ptr` is `joined_ptr` as pairs of channels. Everything is loaded at once, before it is
+    known whether the row has a place: what counts at one token is how often a load waits. Volatile
+    loads stay in order; others the compiler moves behind the first use of the row.
+    """
+    t = tl.program_id(0).to(tl.int64)
+    start = t * (A + 2 * HALF)
+    if tl.program_id(1) == 0:
+        a = tl.arange(0, AP)
+        weight = tl.load(q_weight_ptr + a, mask=a < A, other=0.0, volatile=True).to(tl.float32)
+        wait_for_earlier(OVERLAP)
+        x = tl.load(joined_ptr + start + a, mask=a < A, other=0.0, volatile=True).to(tl.float32)
+        r = tl.rsqrt(tl.sum(x * x, axis=0) / tl.cast(A, tl.float32) + eps)
+        y = to_bf16(weight * (x * r), UPCAST)
+        y = tl.reshape(round_groups(tl.reshape(y, (1, AP // 32, 32))), (AP,))
+        y = to_bf16(y, UPCAST).to(latent_ptr.dtype.element_ty)
+        tl.store(latent_ptr + t * A + a, y, mask=a < A)
+    else:
+        pair = tl.arange(0, HALF)
+        turning = pair - (HALF - R2)
+        w_even, w_odd = bf16_planes(tl.load(kv_weight_ptr + pair, volatile=True), False)
+        wait_for_earlier(OVERLAP)
+        row = tl.load(rows_ptr + t, volatile=True)
+        cos, sin = _angles(rotation_ptr, t, T, turning, R2)
+        kv = tl.load(pairs_ptr + (start + A) // 2 + pair, volatile=True)
+        even, odd = bf16_planes(kv, False)
+        even, odd = _normed(even, odd, w_even, w_odd, eps, HALF)
+        even, odd = _turned(even, odd, cos, sin, turning)
+        if row >= 0:
+            _write_packed(ring_ptr, row, even, odd, 0, HALF, PAIRS)
 
 
 @triton.jit
@@ -244,6 +308,44 @@ def store_rows(
         HAS_LATENT=latent is not None, HAS_FINITE=finite is not None, H=heads,
         HEADS=_TURNED_HEADS, num_warps=2, **overlap_options(overlap, x.device),
     )  # fmt: skip
+
+
+def latent_and_window(
+    joined: Tensor,
+    q_weight: Tensor,
+    kv_weight: Tensor,
+    rotation: Tensor,
+    ring: Tensor,
+    rows: Tensor,
+    eps: float,
+    *,
+    overlap: bool = False,
+) -> Tensor:
+    """Return the query latent and write the window row of each joined row, in one launch.
+
+    The contract of `attention_refs.latent_and_window_ref`.
+    """
+    tokens, columns = len(joined), len(q_weight)
+    reason = store_rows_unsupported("window", joined[:, columns:], kv_weight, ring)
+    if q_weight.dtype is not torch.bfloat16:
+        reason = f"q_weight {q_weight.dtype}: use bfloat16"
+    elif columns % GROUP:
+        reason = f"q_weight: {columns} columns, expected a multiple of {GROUP}"
+    elif joined.shape[1] != columns + len(kv_weight):
+        reason = f"joined: {joined.shape[1]} columns, expected {columns} + {len(kv_weight)}"
+    if reason is not None:
+        raise StoreRowsUnsupportedError(f"latent_and_window: {reason}")
+    latent = joined.new_empty(tokens, columns)
+    if tokens:
+        joined = joined.contiguous()
+        _latent_window_kernel[(tokens, 2)](
+            joined, joined.view(torch.int32), q_weight, kv_weight.view(torch.int32), rotation,
+            ring, rows, latent, tokens, columns, eps,
+            AP=triton.next_power_of_2(columns), HALF=len(kv_weight) // 2, R2=rotation.shape[-1],
+            PAIRS=_GROUPS["window"] // 2, UPCAST=is_interpreted(_latent_window_kernel),
+            num_warps=4, **overlap_options(overlap, joined.device),
+        )  # fmt: skip
+    return latent
 
 
 def _turnable(q: Tensor) -> Tensor:

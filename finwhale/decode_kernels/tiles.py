@@ -1,12 +1,12 @@
 """Products of a few activation rows with rows of a stored matrix: what all weight kernels share.
 
-A matrix is read once, in the bytes it is stored in, and decoded in registers: BF16, FP8 with a
-UE8M0 scale per 32x32 block, or FP4 with one per row and 32 columns. Two forms with one meaning:
-`row_product` for a single row (no matrix unit, no shared memory) and `tile_product` for up to BM
-rows (bf16 products, fp32 sums). Decoded weights are exact; the sums differ in their order alone.
-K must be a multiple of 32. FP4 weights are read in the order of `pack_fp4_tiles`, made once when a
-model is loaded. The easy mistake: an FP4 scale is 2^(code - 127), so code 0 is a subnormal number.
-Source: spec/backbone.md section 9.
+FP8 matrices (a UE8M0 scale per 32x32 block) and FP4 ones (one per row and 32 columns) lie in tiles
+of 32 rows by 32 columns, in the order in which the threads of a matrix unit hold them: a lane loads
+16 bytes and decodes them where it needs them. `pack_fp8_tiles` and `pack_fp4_tiles` make that order
+once, when a model is loaded. BF16 matrices stay as they are. A matrix is read once, in the bytes it
+is stored in; decoded weights are exact, and only the order of the sums is the kernels' own. K must
+be a multiple of 32. The easy mistake: an FP4 scale is 2^(code - 127), so code 0 is a subnormal
+number. Source: spec/backbone.md section 9.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from finwhale.decode_kernels.formats import ue8m0_value
+from finwhale.decode_kernels.formats import e4m3_value, ue8m0_value
 from finwhale.decode_kernels.launch import overlap_options
 from finwhale.ops.codecs import pack_nibbles, unpack_nibbles
 
@@ -52,67 +52,112 @@ _UNPACK_FP4 = tl.constexpr(
     """
 )
 MAX_FP4_SCALE = 128  # 2^(code - 1) must be a bf16 number
-# Four e4m3 codes times the scale of their group ($3: a pair of it) -> four bf16 numbers. By way of
-# fp16 and fp32: the direct conversion of fp16 to bf16 runs at a quarter of the rate.
-_UNPACK_FP8_SCALED = tl.constexpr(
+# Four e4m3 codes and the scale of their group ($3: a pair of it, 2^120 in it) -> four bf16 numbers.
+# Shifted by four, exponent and mantissa are those of a bf16 number: the value * 2^-120.
+_UNPACK_FP8 = tl.constexpr(
     """
     {
-    .reg .b16 a, b, c, d;
-    .reg .b32 t, u;
-    .reg .f32 e, f;
-    mov.b32 {a, b}, $2;
-    cvt.rn.f16x2.e4m3x2 t, a;
-    cvt.rn.f16x2.e4m3x2 u, b;
-    mov.b32 {c, d}, t;
-    cvt.f32.f16 e, c;
-    cvt.f32.f16 f, d;
-    cvt.rn.bf16x2.f32 t, f, e;
-    mov.b32 {c, d}, u;
-    cvt.f32.f16 e, c;
-    cvt.f32.f16 f, d;
-    cvt.rn.bf16x2.f32 u, f, e;
+    .reg .b32 t, u, v;
+    prmt.b32 t, 0, $2, 0x5040;
+    prmt.b32 u, 0, $2, 0x7060;
+    shr.u32 v, t, 4;
+    and.b32 v, v, 0x07F007F0;
+    and.b32 t, t, 0x80008000;
+    or.b32 t, t, v;
     mul.rn.bf16x2 $0, t, $3;
+    shr.u32 v, u, 4;
+    and.b32 v, v, 0x07F007F0;
+    and.b32 u, u, 0x80008000;
+    or.b32 u, u, v;
     mul.rn.bf16x2 $1, u, $3;
     }
     """
 )
+MAX_FP8_SCALE = 134  # 2^(code - 7) must be a bf16 number
 
 
-def pack_fp4_tiles(codes: Tensor, scales: Tensor) -> Tensor:
-    """Return FP4 codes in the order the kernels decode; once, when a model is loaded.
+def pack_fp4_tiles(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """Return an FP4 matrix in tiles; once, when a model is loaded.
 
-    codes    [..., K/2] int8 or uint8, low nibble column 2i, high nibble column 2i + 1
-    scales   [..., K/32] uint8, only looked at: a scale above 2 raises ValueError
-    returns  [..., K/2] uint8. Of a group of 32 columns, word w of four holds columns 4w ... 4w + 3
-             in its first two pairs and 16 + 4w ... in the others, bits as `_PAIR_BITS` says
+    codes    [..., O, K/2] int8 or uint8, low nibble column 2i, high nibble column 2i + 1
+    scales   [..., O, K/32] uint8; O is a multiple of 32
+    returns  [..., O/32, K/32, 512] and [..., O/32, K/32, 32] uint8
 
-    So a thread that reads 16 bytes meets one scale and two runs of 16 neighbouring columns, and
-    nine instructions decode eight codes.
+    A tile holds 32 lanes of 16 bytes: lane 4r + q has a word for each of the rows r, r + 8, r + 16
+    and r + 24, in it columns 2q and 2q + 1 of each run of eight, bits as `_PAIR_BITS` says. Its
+    scales are words too: word r has those four rows. So nine instructions decode eight codes. A
+    scale above 2 raises ValueError.
     """
-    if scales.numel() and int(scales.max()) > MAX_FP4_SCALE:
-        raise ValueError(f"scales: code {int(scales.max())}, expected at most {MAX_FP4_SCALE}")
-    nibbles = unpack_nibbles(codes).long().unflatten(-1, (-1, 2, 4, 2, 2))  # half, word, pair, lane
-    words = torch.zeros_like(nibbles[..., 0, :, 0, 0])  # [..., K/32, 4]
-    for half, pair, lane, bit, place in _places():
-        words |= ((nibbles[..., half, :, pair, lane] >> bit) & 1) << place
+    _check_scales(scales, MAX_FP4_SCALE)
+    nibbles = unpack_nibbles(codes).long()
+    tiles = nibbles.unflatten(-1, (-1, 4, 4, 2)).unflatten(-5, (-1, 4, 8))
+    # [..., O/32, j, r, K/32, pair, q, lane] -> [..., O/32, K/32, r, q, j, pair, lane]
+    tiles = _moved_last(tiles, (-7, -4, -5, -2, -6, -3, -1))
+    words = torch.zeros_like(tiles[..., 0, 0])
+    for pair, lane, bit, place in _places():
+        words |= ((tiles[..., pair, lane] >> bit) & 1) << place
     words = torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
-    return words.contiguous().view(torch.uint8).flatten(-2)
+    packed = words.contiguous().view(torch.uint8).flatten(-3)
+    by_word = scales.unflatten(-2, (-1, 4, 8))  # [..., O/32, j, r, K/32]
+    return packed, _moved_last(by_word, (-4, -1, -2, -3)).contiguous().flatten(-2)
 
 
-def unpack_fp4_tiles(packed: Tensor) -> Tensor:
-    """Inverse of `pack_fp4_tiles`, [..., K/2] uint8."""
-    words = packed.contiguous().view(torch.int32).long().unflatten(-1, (-1, 4))  # [..., K/32, 4]
-    nibbles = words.new_zeros(*words.shape[:-1], 2, 4, 2, 2)
-    for half, pair, lane, bit, place in _places():
-        nibbles[..., half, :, pair, lane] |= ((words >> place) & 1) << bit
-    return pack_nibbles(nibbles.flatten(-5).to(torch.uint8))
+def unpack_fp4_tiles(packed: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """Inverse of `pack_fp4_tiles`: codes [..., O, K/2] uint8 and scales [..., O, K/32]."""
+    words = packed.contiguous().view(torch.int32).long().unflatten(-1, (8, 4, 4))
+    tiles = words.new_zeros(*words.shape, 4, 2)
+    for pair, lane, bit, place in _places():
+        tiles[..., pair, lane] |= ((words >> place) & 1) << bit
+    nibbles = _moved_last(tiles, (-7, -3, -5, -6, -2, -4, -1))
+    nibbles = nibbles.flatten(-4).flatten(-4, -2)  # columns, then rows
+    by_row = _moved_last(scales.unflatten(-1, (8, 4)), (-4, -1, -2, -3))
+    return pack_nibbles(nibbles.to(torch.uint8)), by_row.flatten(-4, -2)
 
 
-def _places() -> list[tuple[int, int, int, int, int]]:
-    """Return (half, pair in it, lane, bit of the code, place in the word) of all 32 bits."""
+def pack_fp8_tiles(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """Return an FP8 matrix in tiles; once, when a model is loaded.
+
+    codes    [O, K] float8_e4m3fn
+    scales   [ceil(O/32), K/32] uint8 or float8_e8m0fnu
+    returns  [ceil(O/32), K/32, 1024] and [ceil(O/32), K/32] uint8; rows beyond O are zero
+
+    A tile holds its columns 0 ... 15, then the others, each as 32 lanes of 16 bytes. Lane 4r + q
+    has columns 2q and 2q + 1 of rows r and r + 8, then columns 8 + 2q and 9 + 2q of both, and the
+    same of rows r + 16 and r + 24. A NaN or a scale above 128 raises ValueError.
+    """
+    codes, scales = codes.view(torch.uint8), scales.view(torch.uint8)
+    _check_scales(scales, MAX_FP8_SCALE)
+    if bool(((codes & 0x7F) == 0x7F).any()):
+        raise ValueError("codes: NaN, expected numbers")
+    codes = torch.nn.functional.pad(codes, (0, 0, 0, -len(codes) % GROUP))
+    tiles = codes.unflatten(1, (-1, 2, 2, 4, 2)).unflatten(0, (-1, 2, 2, 8))
+    # [O/32, b, j, r, K/32, half, pair, q, lane] -> [O/32, K/32, half, r, q, b, pair, j, lane]
+    return tiles.permute(0, 4, 5, 3, 7, 1, 6, 2, 8).contiguous().flatten(2), scales.contiguous()
+
+
+def unpack_fp8_tiles(packed: Tensor) -> Tensor:
+    """Return the codes [O, K] float8_e4m3fn of `pack_fp8_tiles`, O a multiple of 32."""
+    tiles = packed.unflatten(-1, (2, 8, 4, 2, 2, 2, 2))
+    rows = tiles.permute(0, 5, 7, 3, 1, 2, 6, 4, 8).flatten(4).flatten(0, 3)
+    return rows.contiguous().view(torch.float8_e4m3fn)
+
+
+def _check_scales(scales: Tensor, most: int) -> None:
+    if scales.numel() and int(scales.max()) > most:
+        raise ValueError(f"scales: code {int(scales.max())}, expected at most {most}")
+
+
+def _moved_last(x: Tensor, order: tuple[int, ...]) -> Tensor:
+    """Return x with its last dimensions in another order, counted from the end."""
+    kept = x.dim() - len(order)
+    return x.permute(*range(kept), *(x.dim() + n for n in order))
+
+
+def _places() -> list[tuple[int, int, int, int]]:
+    """Return (pair, lane, bit of the code, place in the word) of all 32 bits."""
     return [
-        (number // 2, number % 2, lane, 3 - bit, (place + 16 * lane) % 32)
-        for number, places in enumerate(_PAIR_BITS)
+        (pair, lane, 3 - bit, (place + 16 * lane) % 32)
+        for pair, places in enumerate(_PAIR_BITS)
         for lane in range(2)
         for bit, place in enumerate(places)
     ]
@@ -160,225 +205,221 @@ def _lanes(pairs):
 
 
 @triton.jit
-def _fp4_loaded(w_ptr, at, there, scale_codes, EVEN: tl.constexpr, UPCAST: tl.constexpr):
-    """Return the low and the high 16 columns of groups, [G, BN, 16] each, decoded and scaled.
+def _fp4_decoded(packed, scale_words, UPCAST: tl.constexpr):
+    """Return tiles [S, G, half, r, q, b, pair, j, lane].
 
-    at           [G, BN] byte offset of each group; there [G, BN], if not EVEN
-    scale_codes  [G, BN] uint8, at most `MAX_FP4_SCALE`
+    packed       [S, G, 512] uint8; scale_words [S, G, 8] int32
     """
+    S: tl.constexpr = packed.shape[0]
+    G: tl.constexpr = packed.shape[1]
+    codes = (scale_words[:, :, :, None] >> (tl.arange(0, 4) * 8)[None, None, None, :]) & 255
     if UPCAST:
         # The interpreter knows no assembler: the same shifts on whole words.
-        word = tl.arange(0, 4)[None, None, :] * 4
-        v = tl.zeros([at.shape[0], at.shape[1], 4], tl.int32)
-        for byte in tl.static_range(4):
-            place = w_ptr + at[:, :, None] + word + byte
-            v |= tl.load(place, mask=there[:, :, None], other=0).to(tl.int32) << (8 * byte)
+        byte = (tl.arange(0, 4) * 8)[None, None, None, :]
+        v = tl.sum(tl.reshape(packed, (S, G, 128, 4)).to(tl.int32) << byte, axis=3)
+        v = tl.reshape(v, (S, G, 8, 4, 4))
         m = -2118090304  # 0x81C081C0
         t2 = ((v >> 4) & 0x0FFFFFFF) | (v << 28)
         t3 = ((v << 2) & -2134867776) | ((v >> 6) & 0x01000100)  # 0x80C080C0
-        low = tl.join(_lanes(v & m), _lanes((v << 6) & m))  # [G, BN, word, lane, pair]
-        high = tl.join(_lanes(t2 & m), _lanes(t3))
-        scale = ue8m0_value(scale_codes)[:, :, None]
-        shape: tl.constexpr = (at.shape[0], at.shape[1], 16)
-        low = tl.reshape(tl.permute(low, (0, 1, 2, 4, 3)), shape) * scale
-        high = tl.reshape(tl.permute(high, (0, 1, 2, 4, 3)), shape) * scale
+        scale = ue8m0_value(codes)[:, :, :, None, :, None, None]
+        # Behind the words: lane, then pair.
+        low = tl.join(_lanes(v & m), _lanes((v << 6) & m)) * scale
+        high = tl.join(_lanes(t2 & m), _lanes(t3)) * scale
+        low = tl.permute(low, (0, 1, 2, 3, 4, 6, 5))
+        high = tl.permute(high, (0, 1, 2, 3, 4, 6, 5))
     else:
-        place = w_ptr + at[:, :, None] + tl.arange(0, 16)[None, None, :]
-        packed = tl.load(place) if EVEN else tl.load(place, mask=there[:, :, None], other=0)
-        pair = (scale_codes.to(tl.int32) + 126) * 8388736  # twice, shifted to the exponent
+        packed = tl.reshape(packed, (S, G, 8, 4, 4, 4))
+        pair = (codes + 126) * 8388736  # twice, shifted to the exponent
         low, high = tl.inline_asm_elementwise(
             _UNPACK_FP4,
             "=&r,=&r,=&r,=&r,r,r,r,r,r",
-            [packed, tl.broadcast_to(pair[:, :, None], packed.shape)],
+            [packed, tl.broadcast_to(pair[:, :, :, None, :, None], packed.shape)],
             dtype=(tl.bfloat16, tl.bfloat16),
             is_pure=True,
             pack=4,
         )
-    return low, high
+    # Of each 32 columns the first and the last 16; a word is (b, j), its values (pair, lane).
+    y = tl.reshape(tl.join(low, high), (S, G, 8, 4, 2, 2, 2, 2, 2))
+    return tl.permute(y, (0, 1, 8, 2, 3, 4, 6, 5, 7))
 
 
 @triton.jit
-def _fp8_scaled(w, codes, UPCAST: tl.constexpr):
-    """Return e4m3 values [G, BN, 32] times their scale, UE8M0 codes [G, BN]."""
+def _fp8_decoded(packed, codes, UPCAST: tl.constexpr):
+    """Return tiles [S, G, half, r, q, b, pair, j, lane].
+
+    packed  [S, G, 2, 512] or [S, G, 1024] uint8; codes [S, G] int32 of the scales
+    """
+    S: tl.constexpr = packed.shape[0]
+    G: tl.constexpr = packed.shape[1]
     if UPCAST:
-        y = w.to(tl.float32) * ue8m0_value(codes)[:, :, None]
+        y = e4m3_value(tl.reshape(packed, (S, G, 1024))) * ue8m0_value(codes)[:, :, None]
     else:
-        code = codes.to(tl.int32)
-        pair = tl.where(code == 0, 0x40, code << 7) * 65537
+        pair = (codes + 120) * 8388736
+        pair = pair[:, :, None, None] if len(packed.shape) == 4 else pair[:, :, None]
         y = tl.inline_asm_elementwise(
-            _UNPACK_FP8_SCALED,
+            _UNPACK_FP8,
             "=&r,=&r,r,r,r,r,r",
-            [w, tl.broadcast_to(pair[:, :, None], w.shape)],
+            [packed, tl.broadcast_to(pair, packed.shape)],
             dtype=tl.bfloat16,
             is_pure=True,
             pack=4,
         )
-    return y
+    return tl.reshape(y, (S, G, 2, 8, 4, 2, 2, 2, 2))
+
+
+@triton.jit
+def _by_warp(w, WARPS: tl.constexpr):
+    """Return [32 S, 16 G halves] of tiles [S, G, halves, r, q, b, pair, j, lane].
+
+    A warp of the matrix unit takes 16 rows of a block of 16 WARPS; a tile's two blocks of 16 rows
+    go to one warp if there are two such blocks.
+    """
+    S: tl.constexpr = w.shape[0]
+    K: tl.constexpr = w.shape[1] * w.shape[2] * 16
+    if S == WARPS:
+        w = tl.permute(w, (5, 0, 7, 3, 1, 2, 6, 4, 8))
+    else:
+        w = tl.permute(w, (0, 5, 7, 3, 1, 2, 6, 4, 8))
+    return tl.reshape(w, (32 * S, K))
+
+
+@triton.jit
+def tiled_product(
+    x_ptr, rows, inside, w_ptr, s_ptr, strips, g_begin, g_end, num_groups,
+    KIND: tl.constexpr, BM: tl.constexpr, S: tl.constexpr, G: tl.constexpr, EVEN: tl.constexpr,
+    WARPS: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Return [BM, 32 S] fp32, the products of rows of x with S strips of 32 rows of a matrix.
+
+    rows                   [BM] element offset of each row in x; inside [BM] bool, others are zero
+    strips                 [S] int; the rows of strip n are 32 n ... 32 n + 31
+    g_begin, g_end         groups of 32 columns to sum; a step takes G of `num_groups`
+    EVEN                   all steps are full, and num_groups a multiple of 4
+
+    FP8 or FP4. 16 or 32 rows of the matrix a warp: then nothing decoded crosses a warp.
+    """
+    acc = tl.zeros([32 * S, BM], tl.float32)
+    strip = strips.to(tl.int64) * num_groups
+    g = tl.arange(0, G)
+    lane = tl.arange(0, 512)
+    column = tl.arange(0, 32 * G)
+    at_x = x_ptr + rows[:, None] + column[None, :]
+    keep = tl.broadcast_to(inside[:, None], (BM, 32 * G))
+    if KIND == FP4:
+        at_w = w_ptr + (strip[:, None] + g[None, :])[:, :, None] * 512 + lane[None, None, :]
+        at_s = s_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+        at_s += (strip[:, None] + g[None, :])[:, :, None] * 8 + tl.arange(0, 8)[None, None, :]
+    else:
+        # Two shapes of one thing: each keeps decoded weights within a warp for its number of rows.
+        tile = (strip[:, None] + g[None, :])[:, :, None]
+        if S == WARPS:
+            half = tile[:, :, :, None] * 2 + tl.arange(0, 2)[None, None, :, None]
+            at_w = w_ptr + half * 512 + lane[None, None, None, :]
+        else:
+            at_w = w_ptr + tile * 1024 + tl.arange(0, 1024)[None, None, :]
+    one = tl.full([32 * S, BM], 1.0, tl.float32)
+    for k in range(g_begin, g_end, G):
+        there = k + g < g_end
+        if KIND == FP4:
+            if EVEN:
+                packed = tl.load(at_w + tl.cast(k, tl.int64) * 512)
+                words = tl.load(at_s + k * 8)
+            else:
+                mask = tl.broadcast_to(there[None, :, None], (S, G, 512))
+                packed = tl.load(at_w + tl.cast(k, tl.int64) * 512, mask=mask, other=0)
+                mask = tl.broadcast_to(there[None, :, None], (S, G, 8))
+                words = tl.load(at_s + k * 8, mask=mask, other=0)
+            w = _fp4_decoded(packed, words, UPCAST)
+        else:
+            if EVEN and G % 4 == 0:
+                packed = tl.load(at_w + tl.cast(k, tl.int64) * 1024)
+                # Words: a load of single bytes is never loaded ahead.
+                word = (strip + k)[:, None] + tl.arange(0, G // 4)[None, :] * 4
+                word = (s_ptr + word).to(tl.pointer_type(tl.int32), bitcast=True)
+                byte = (tl.arange(0, 4) * 8)[None, None, :]
+                codes = tl.reshape((tl.load(word)[:, :, None] >> byte) & 255, (S, G))
+            else:
+                mask = tl.reshape(there, (1, G, 1, 1) if S == WARPS else (1, G, 1))
+                mask = tl.broadcast_to(mask, at_w.shape)
+                packed = tl.load(at_w + tl.cast(k, tl.int64) * 1024, mask=mask, other=0)
+                mask = tl.broadcast_to(there[None, :], (S, G))
+                code = s_ptr + (strip + k)[:, None] + g[None, :]
+                codes = tl.load(code, mask=mask, other=0).to(tl.int32)
+            w = _fp8_decoded(packed, codes, UPCAST)
+        if not EVEN:
+            keep = inside[:, None] & (k + column // 32 < g_end)[None, :]
+        x = tl.load(at_x + k * 32, mask=keep, other=0.0)
+        # Not a product on top of acc: that one may still read w's registers when the next step
+        # writes them. What the multiply-add needs is waited for.
+        part = _dot(_by_warp(w, WARPS), x, tl.zeros([32 * S, BM], tl.float32), UPCAST)
+        acc = tl.fma(part, one, acc)
+    # Back to the order of the matrix.
+    if S == WARPS:
+        acc = tl.permute(tl.reshape(acc, (2, S, 16, BM)), (3, 1, 0, 2))
+    else:
+        acc = tl.permute(tl.reshape(acc, (S, 2, 16, BM)), (3, 0, 1, 2))
+    return tl.reshape(acc, (BM, 32 * S))
 
 
 @triton.jit
 def row_product(
-    x_ptr, w_ptr, s_ptr, n, k_begin, k_end, K,
-    KIND: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
-    UPCAST: tl.constexpr,
+    x_ptr, w_ptr, n, k_begin, k_end, K,
+    BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Return [BN] fp32, the products of one row x [K] with rows n [BN] of a matrix.
+    """Return [BN] fp32, the products of one row x [K] with rows n [BN] of a BF16 matrix.
 
     EVEN  k_end - k_begin is a multiple of BK
     """
-    # Groups come first: of the two outer dimensions, neighbouring threads walk along the first.
+    # Columns come first: of the two outer dimensions, neighbouring threads walk along the first.
     # Loads without a mask: then the compiler sees that rows of one thread share their x.
     n = n.to(tl.int64)
     j = tl.arange(0, 16)[None, None, :]
-    if KIND == FP4:
-        G: tl.constexpr = BK // 32
-        g = tl.arange(0, G)
-        acc = tl.zeros([G, BN, 16], tl.float32)
-        at_w = (n * (K // 2))[None, :] + g[:, None] * 16
-        at_x = x_ptr + tl.broadcast_to(g[:, None, None] * 32 + j, (G, BN, 16))
-        at_s = s_ptr + (n * (K // 32))[None, :] + g[:, None]
-        for k in range(k_begin, k_end, BK):
-            there = tl.broadcast_to(k + g[:, None] * 32 < k_end, (G, BN))
-            if EVEN:
-                codes = tl.load(at_s + k // 32)
-                low_x = tl.load(at_x + k)
-                high_x = tl.load(at_x + (k + 16))
-            else:
-                codes = tl.load(at_s + k // 32, mask=there, other=127)
-                low_x = tl.load(at_x + k, mask=there[:, :, None], other=0.0)
-                high_x = tl.load(at_x + (k + 16), mask=there[:, :, None], other=0.0)
-            low, high = _fp4_loaded(w_ptr, at_w + k // 2, there, codes, EVEN, UPCAST)
-            acc += low.to(tl.float32) * low_x.to(tl.float32)
-            acc += high.to(tl.float32) * high_x.to(tl.float32)
-        total = tl.sum(tl.sum(acc, axis=2), axis=0)
-    else:
-        U: tl.constexpr = BK // 16
-        u = tl.arange(0, U)
-        acc = tl.zeros([U, BN], tl.float32)
-        at_w = w_ptr + (n * K)[None, :, None] + u[:, None, None] * 16 + j
-        at_x = x_ptr + tl.broadcast_to(u[:, None, None] * 16 + j, (U, BN, 16))
-        at_s = s_ptr + ((n // 32) * (K // 32))[None, :] + (u // 2)[:, None]
-        for k in range(k_begin, k_end, BK):
+    U: tl.constexpr = BK // 16
+    u = tl.arange(0, U)
+    acc = tl.zeros([U, BN], tl.float32)
+    at_w = w_ptr + (n * K)[None, :, None] + u[:, None, None] * 16 + j
+    at_x = x_ptr + tl.broadcast_to(u[:, None, None] * 16 + j, (U, BN, 16))
+    for k in range(k_begin, k_end, BK):
+        if EVEN:
+            w = tl.load(at_w + k)
+            x = tl.load(at_x + k)
+        else:
             there = tl.broadcast_to(k + u[:, None] * 16 < k_end, (U, BN))
-            if EVEN:
-                w = tl.load(at_w + k)
-                x = tl.load(at_x + k)
-            else:
-                w = tl.load(at_w + k, mask=there[:, :, None], other=0.0)
-                x = tl.load(at_x + k, mask=there[:, :, None], other=0.0)
-            part = tl.sum(w.to(tl.float32) * x.to(tl.float32), axis=2)
-            if KIND == FP8:
-                if EVEN:
-                    part *= ue8m0_value(tl.load(at_s + k // 32))
-                else:
-                    part *= ue8m0_value(tl.load(at_s + k // 32, mask=there, other=127))
-            acc += part
-        total = tl.sum(acc, axis=0)
-    return total
-
-
-@triton.jit
-def _codes_of_words(s_ptr, at, BN: tl.constexpr, G: tl.constexpr):
-    """Return the scale codes [G, BN] int32 of G groups in a row; G is a multiple of 4.
-
-    at  [BN] byte offset of the first, a multiple of 4
-
-    A load of one byte per element is never pipelined, so each step would wait for memory. Words
-    are, and a thread gets the four codes of its rows in one register.
-    """
-    Q: tl.constexpr = G // 4
-    words = (s_ptr + at[None, :] + tl.arange(0, Q)[:, None] * 4).to(
-        tl.pointer_type(tl.int32), bitcast=True
-    )
-    byte = tl.arange(0, 4)[None, :, None] * 8
-    return tl.reshape((tl.load(words)[:, None, :] >> byte) & 255, (G, BN))
+            w = tl.load(at_w + k, mask=there[:, :, None], other=0.0)
+            x = tl.load(at_x + k, mask=there[:, :, None], other=0.0)
+        acc += tl.sum(w.to(tl.float32) * x.to(tl.float32), axis=2)
+    return tl.sum(acc, axis=0)
 
 
 @triton.jit
 def tile_product(
-    x_ptr, rows, inside, w_ptr, s_ptr, n, k_begin, k_end, K,
-    KIND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
-    UPCAST: tl.constexpr,
+    x_ptr, rows, inside, w_ptr, n, k_begin, k_end, K,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Return [BM, BN] fp32, the products of rows of x with rows n [BN] of a matrix.
+    """Return [BM, BN] fp32, the products of rows of x with rows n [BN] of a BF16 matrix.
 
     rows    [BM] element offset of each row in x; inside [BM] bool, others count as zero
     EVEN    k_end - k_begin is a multiple of BK
     """
-    n = n.to(tl.int64)
     acc = tl.zeros([BM, BN], tl.float32)
-    if KIND == FP4:
-        G: tl.constexpr = BK // 32
-        g = tl.arange(0, G)
-        half = tl.arange(0, G * 16)
-        at_w = (n * (K // 2))[None, :] + g[:, None] * 16
-        at_x = rows[:, None] + ((half // 16) * 32 + half % 16)[None, :]
-        at_s = (n * (K // 32))[None, :] + g[:, None]
-        for k in range(k_begin, k_end, BK):
-            there = tl.broadcast_to(k + g[:, None] * 32 < k_end, (G, BN))
-            if EVEN:
-                keep_x = tl.broadcast_to(inside[:, None], (BM, G * 16))
-                if BK % 128 == 0:
-                    codes = _codes_of_words(s_ptr, n * (K // 32) + k // 32, BN, G)
-                else:
-                    codes = tl.load(s_ptr + at_s + k // 32)
-            else:
-                keep_x = inside[:, None] & (k + (half // 16) * 32 < k_end)[None, :]
-                codes = tl.load(s_ptr + at_s + k // 32, mask=there, other=127)
-            low_x = tl.load(x_ptr + at_x + k, mask=keep_x, other=0.0)
-            high_x = tl.load(x_ptr + at_x + (k + 16), mask=keep_x, other=0.0)
-            low, high = _fp4_loaded(w_ptr, at_w + k // 2, there, codes, EVEN, UPCAST)
-            acc = _dot(low_x, _rows_by_columns(low), acc, UPCAST)
-            acc = _dot(high_x, _rows_by_columns(high), acc, UPCAST)
-    elif KIND == FP8:
-        G: tl.constexpr = BK // 32
-        g = tl.arange(0, G)
-        j = tl.arange(0, 32)
-        across = tl.arange(0, BK)
-        at_w = (n * K)[None, :, None] + g[:, None, None] * 32 + j[None, None, :]
-        at_s = ((n // 32) * (K // 32))[None, :] + g[:, None]
-        for k in range(k_begin, k_end, BK):
-            if EVEN:
-                keep_x = tl.broadcast_to(inside[:, None], (BM, BK))
-                w = tl.load(w_ptr + at_w + k)
-                if BK % 128 == 0:
-                    codes = _codes_of_words(s_ptr, (n // 32) * (K // 32) + k // 32, BN, G)
-                else:
-                    codes = tl.load(s_ptr + at_s + k // 32)
-            else:
-                keep_x = inside[:, None] & (k + across < k_end)[None, :]
-                there = tl.broadcast_to(k + g[:, None] * 32 < k_end, (G, BN))
-                w = tl.load(w_ptr + at_w + k, mask=there[:, :, None], other=0.0)
-                codes = tl.load(s_ptr + at_s + k // 32, mask=there, other=127)
-            x = tl.load(x_ptr + rows[:, None] + (k + across)[None, :], mask=keep_x, other=0.0)
-            w = _fp8_scaled(w, codes, UPCAST)
-            acc = _dot(x, _rows_by_columns(w), acc, UPCAST)
-    else:
-        across = tl.arange(0, BK)
-        at_w = (n * K)[:, None] + across[None, :]
-        for k in range(k_begin, k_end, BK):
-            if EVEN:
-                keep_x = tl.broadcast_to(inside[:, None], (BM, BK))
-                w = tl.load(w_ptr + at_w + k)
-            else:
-                there = (k + across < k_end)[None, :]
-                keep_x = inside[:, None] & there
-                w = tl.load(w_ptr + at_w + k, mask=tl.broadcast_to(there, (BN, BK)), other=0.0)
-            x = tl.load(x_ptr + rows[:, None] + (k + across)[None, :], mask=keep_x, other=0.0)
-            acc = _dot(x, w, acc, UPCAST)
+    across = tl.arange(0, BK)
+    at_w = (n.to(tl.int64) * K)[:, None] + across[None, :]
+    for k in range(k_begin, k_end, BK):
+        if EVEN:
+            keep_x = tl.broadcast_to(inside[:, None], (BM, BK))
+            w = tl.load(w_ptr + at_w + k)
+        else:
+            there = (k + across < k_end)[None, :]
+            keep_x = inside[:, None] & there
+            w = tl.load(w_ptr + at_w + k, mask=tl.broadcast_to(there, (BN, BK)), other=0.0)
+        x = tl.load(x_ptr + rows[:, None] + (k + across)[None, :], mask=keep_x, other=0.0)
+        acc = _dot(x, w, acc, UPCAST)
     return acc
 
 
 @triton.jit
-def _rows_by_columns(w):
-    """Return [BN, G * J] of a tile [G, BN, J]."""
-    w = tl.permute(w, (1, 0, 2))
-    return tl.reshape(w, (w.shape[0], w.shape[1] * w.shape[2]))
-
-
-@triton.jit
 def _dot(x, w, acc, UPCAST: tl.constexpr):
-    """Return acc [BM, BN] + x [BM, K] @ w [BN, K]^T; the interpreter multiplies in fp32."""
+    """Return acc [M, N] + x [M, K] @ w [N, K]^T; the interpreter multiplies in fp32."""
     if UPCAST:
         acc += tl.dot(x.to(tl.float32), tl.trans(w.to(tl.float32)), input_precision="ieee")
     else:

@@ -64,7 +64,7 @@ def decode_operations(decoder: GpuDecoder) -> tuple[Operation, ...]:
         ),
         (
             "window rows, entries, index keys",
-            "triton store_rows, close_groups",
+            "triton latent_and_window, store_rows, close_groups",
             "norm, RoPE, rounding and scatter in one launch each",
         ),
         (

@@ -27,7 +27,6 @@ from finwhale.decode_kernels.hyper_site import (
     hyper_site,
     site_launch,
     site_scratch,
-    split_normed,
 )
 from finwhale.decode_kernels.index_scores import index_scores
 from finwhale.decode_kernels.linear_fp8 import LinearLaunch, linear_fp8, linear_launch
@@ -39,7 +38,12 @@ from finwhale.decode_kernels.route import (
     route_scratch,
 )
 from finwhale.decode_kernels.select_topk import pool_rows, select_topk_rows
-from finwhale.decode_kernels.store_rows import close_groups, rotate_queries, store_rows
+from finwhale.decode_kernels.store_rows import (
+    close_groups,
+    latent_and_window,
+    rotate_queries,
+    store_rows,
+)
 from finwhale.gpu.places import Places, StepPools
 from finwhale.gpu.weights import LayerWeights, Matrix, StepWeights
 from finwhale.ops.hyper_connection import HyperMix
@@ -53,7 +57,8 @@ _SCRATCH, _COUNTERS = 1 << 24, 1 << 15
 class Launches:
     """Launch parameters that a sweep replaces; None: the kernels' own tables."""
 
-    linear: LinearLaunch | None = None
+    linear: LinearLaunch | None = None  # of FP8 matrices
+    plain: LinearLaunch | None = None  # of BF16 ones
     experts: ExpertLaunch | None = None
     route: RouteLaunch | None = None
     site: SiteLaunch | None = None
@@ -76,6 +81,7 @@ class Launches:
         of = tokens, torch.device(device), invariant
         return cls(
             linear=replace(linear_launch(*of), overlap=overlap),
+            plain=replace(linear_launch(*of, is_fp8=False), overlap=overlap),
             experts=replace(expert_launch(*of), overlap=overlap),
             route=replace(route_launch(*of), overlap=overlap),
             site=replace(site_launch(*of), overlap=overlap),
@@ -146,10 +152,11 @@ class DecodeStep:
 
     def head(self, x: Tensor) -> Tensor:
         """Return fp32 logits [T, V]."""
-        return head_logits(x, self.weights.head, self.launches.linear, self.scratch)
+        return head_logits(x, self.weights.head, self.launches.plain, self.scratch)
 
     def linear(self, x: Tensor, matrix: Matrix, **options) -> Tensor:
-        return linear_fp8(x, *matrix, launch=self.launches.linear, scratch=self.scratch, **options)
+        launch = self.launches.plain if matrix[1] is None else self.launches.linear
+        return linear_fp8(x, *matrix, launch=launch, scratch=self.scratch, **options)
 
     def site(
         self,
@@ -213,21 +220,18 @@ class DecodeStep:
             self.route_scratch,
         )
         self.active.append(routing.active)
-        return experts_w4(rounded, routing, layer.experts, c.swiglu_limit, self.launches.experts)
+        return experts_w4(
+            rounded, routing, layer.experts, c.swiglu_limit, self.launches.experts, self.scratch
+        )
 
     def attention(self, layer: LayerWeights, x: Tensor, rounded: Tensor) -> Tensor:
         """Return the attention output [T, C] and store this token's rows."""
         c, places, spec = self.weights.config, self.places, layer.spec
         rotation = places.rotation[spec.rope]
         eps, ring = c.rms_norm_eps, self.pools.window[spec.layer_id]
-        qr, kv = split_normed(
-            self.linear(rounded, layer.qkv), layer.q_norm, eps, self.launches.overlap
-        )
-        q = self.linear(qr, layer.wq_b, turn=rotation, head_dim=c.head_dim)
-        q = q.view(-1, c.num_attention_heads, c.head_dim)
-        store_rows(
-            "window",
-            kv,
+        qr = latent_and_window(
+            self.linear(rounded, layer.qkv),
+            layer.q_norm,
             layer.kv_norm,
             rotation,
             ring,
@@ -235,6 +239,8 @@ class DecodeStep:
             eps,
             overlap=self.overlap,
         )
+        q = self.linear(qr, layer.wq_b, turn=rotation, head_dim=c.head_dim)
+        q = q.view(-1, c.num_attention_heads, c.head_dim)
         if spec.owns_kv:
             self.publish(layer, x)
         if spec.owns_topk:
@@ -252,6 +258,7 @@ class DecodeStep:
             rotation,
             invariant=self.launches.invariant,
             overlap=self.overlap,
+            counters=self.scratch[1],
         )
         z = self.linear(out.flatten(1), layer.wo_a, groups=c.o_groups, round_output=True)
         return self.linear(z, layer.wo_b)

@@ -2,9 +2,10 @@
 
 Takes the values of a `Backbone` in release numerics back to the stored formats they came from: FP8
 with a scale per 32x32 block, FP4 per row and 32 columns, FP8 rows for Engram tables, and bf16. It
-refuses a matrix whose values that format cannot hold, by name: nothing is rounded here. The easy
-mistake: joining two FP8 matrices whose first one ends inside a block of 32 rows; then blocks of the
-joined matrix straddle both. Source: spec/backbone.md sections 9 and 10.
+refuses a matrix whose values that format cannot hold, by name: nothing is rounded here. FP8 and FP4
+matrices become tiles (`decode_kernels.tiles`). The easy mistake: joining two FP8 matrices whose
+first one ends inside a block of 32 rows; then blocks of the joined matrix straddle both.
+Source: spec/backbone.md sections 9 and 10.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from finwhale.decode_kernels.experts_w4 import ExpertWeights
 from finwhale.decode_kernels.hyper_site import STREAMS, Site
 from finwhale.decode_kernels.launch import is_interpreted
 from finwhale.decode_kernels.linear_fp8 import _linear_kernel
-from finwhale.decode_kernels.tiles import pack_fp4_tiles
+from finwhale.decode_kernels.tiles import pack_fp4_tiles, pack_fp8_tiles
 from finwhale.model import Backbone, Numerics
 from finwhale.ops.weight_formats import dequantize_weight, quantize_weight
 
@@ -197,12 +198,24 @@ class _Source:
             )
         return codes, scales.view(torch.uint8)
 
+    def tiles(self, **matrices: Tensor) -> tuple[Tensor, Tensor]:
+        """Return FP8 matrices, one below the other, as tiles; names have `__` for a dot.
 
-def _joined(*pairs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return several FP8 matrices as one; each but the last has a multiple of 32 rows."""
-    codes = torch.cat([codes.view(torch.uint8) for codes, _ in pairs])
-    scales = torch.cat([scales for _, scales in pairs])
-    return codes.view(torch.float8_e4m3fn), scales
+        Each has a multiple of 32 rows.
+        """
+        packed = []
+        for key, weight in matrices.items():
+            name = key.replace("__", ".")
+            if len(weight) % GROUP:
+                raise GpuUnsupportedError(
+                    f"{self.prefix}.{name}: {len(weight)} rows, expected a multiple of {GROUP}"
+                )
+            try:
+                packed.append(pack_fp8_tiles(*self.stored(name, weight)))
+            except ValueError as error:
+                raise GpuUnsupportedError(f"{self.prefix}.{name}: {error}") from None
+        codes, scales = zip(*packed, strict=True)
+        return torch.cat(codes), torch.cat(scales)
 
 
 def _experts(source: _Source, moe) -> ExpertWeights:
@@ -217,21 +230,19 @@ def _experts(source: _Source, moe) -> ExpertWeights:
             ]
             codes.append(torch.cat([pair[0] for pair in pairs]))
             scales.append(torch.cat([pair[1] for pair in pairs]))
-        found = torch.stack(codes), torch.stack(scales)
         try:
-            return pack_fp4_tiles(*found), found[1]
+            return pack_fp4_tiles(torch.stack(codes), torch.stack(scales))
         except ValueError as error:
             raise GpuUnsupportedError(f"{source.prefix}.ffn.experts: {error}") from None
 
-    own = {
-        name: source.stored(f"ffn.shared_experts.{name}", getattr(moe.shared_experts, name).weight)
-        for name in ("w1", "w2", "w3")
-    }
+    own = moe.shared_experts
+    shared_gate_up = source.tiles(
+        ffn__shared_experts__w1=own.w1.weight, ffn__shared_experts__w3=own.w3.weight
+    )
+    shared_down = source.tiles(ffn__shared_experts__w2=own.w2.weight)
     gate_up, gate_up_scales = stack("w1", "w3")
     down, down_scales = stack("w2")
-    return ExpertWeights(
-        gate_up, gate_up_scales, down, down_scales, *_joined(own["w1"], own["w3"]), *own["w2"]
-    )
+    return ExpertWeights(gate_up, gate_up_scales, down, down_scales, *shared_gate_up, *shared_down)
 
 
 def _layer(source: _Source, block) -> LayerWeights:
@@ -244,14 +255,12 @@ def _layer(source: _Source, block) -> LayerWeights:
         ffn_site=Site(
             block.hc_ffn_fn, block.hc_ffn_base, block.hc_ffn_scale, block.ffn_norm.weight
         ),
-        qkv=_joined(
-            source.stored("attn.wq_a", attn.wq_a.weight), source.stored("attn.wkv", attn.wkv.weight)
-        ),
+        qkv=source.tiles(attn__wq_a=attn.wq_a.weight, attn__wkv=attn.wkv.weight),
         q_norm=attn.q_norm.weight,
-        wq_b=source.stored("attn.wq_b", attn.wq_b.weight),
+        wq_b=source.tiles(attn__wq_b=attn.wq_b.weight),
         kv_norm=attn.kv_norm.weight,
-        wo_a=source.stored("attn.wo_a", attn.wo_a.weight),
-        wo_b=source.stored("attn.wo_b", attn.wo_b.weight),
+        wo_a=source.tiles(attn__wo_a=attn.wo_a.weight),
+        wo_b=source.tiles(attn__wo_b=attn.wo_b.weight),
         sink=attn.attn_sink,
         gate=block.ffn.gate.weight,
         bias=block.ffn.gate.bias,
@@ -265,7 +274,7 @@ def _layer(source: _Source, block) -> LayerWeights:
         layer.compressor_norm = attn.compressor.norm.weight
         layer.index_wk, layer.index_k_norm = attn.indexer.wk.weight, attn.indexer.k_norm.weight
     if attn.indexer is not None:
-        layer.index_wq_b = source.stored("attn.indexer.wq_b", attn.indexer.wq_b.weight)
+        layer.index_wq_b = source.tiles(attn__indexer__wq_b=attn.indexer.wq_b.weight)
         factor, weight = index_factor(c), attn.indexer.weights_proj.weight
         factor = torch.tensor(factor).item()  # products with bf16 take it in fp32
         is_exact = math.frexp(factor)[0] == 0.5
@@ -274,7 +283,7 @@ def _layer(source: _Source, block) -> LayerWeights:
     if block.engram is not None:
         engram = block.engram
         table = source.stored("engram.embed", engram.embed.weight, Storage.FP8_ROW)
-        wkv = source.stored("engram.wkv", engram.wkv.weight)
+        wkv = source.tiles(engram__wkv=engram.wkv.weight)
         layer.engram = {
             "multipliers": engram.multipliers,
             "primes": engram.primes,

@@ -1,5 +1,7 @@
 """Decode kernels of the attention side compiled for a GPU: released shapes, graphs, far offsets."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -60,6 +62,20 @@ def test_gathered_attention_at_odd_shapes(tokens, heads, dim, width, k):
     assert cases.relative(attend(inputs, "invariant"), want) < 6e-3
 
 
+@pytest.mark.parametrize("tokens", [1, 5, 130])
+def test_last_program_adds_stretches_as_a_second_launch_does(tokens):
+    inputs = cases.attention_inputs(tokens, 64, 512, 128, 512, DEVICE, rows=900, turning=64)
+    kept = torch.zeros(4 * tokens, dtype=torch.int32, device=DEVICE)
+    launches = [attention.attention_launch(t, inputs[0].device) for t in (1, 8, 64)]
+    for launch in (*launches, *(x for x in attention.BENCHED if x.fused)):
+        want = attend(inputs, replace(launch, fused=False))
+        for _ in range(20):
+            fused = replace(launch, fused=True)
+            got = attention.gather_attention(*inputs, launch=fused, counters=kept)
+            assert torch.equal(got, want), launch
+        assert not kept.any(), launch
+
+
 def test_gathered_attention_reads_every_code_and_scale():
     codes = torch.arange(256, dtype=torch.uint8)
     main = torch.zeros(127, 288, dtype=torch.uint8)
@@ -109,7 +125,7 @@ def test_index_scores_read_every_code_and_scale():
     # One query channel at a time: the score is what the key holds there, if it is positive.
     keys = torch.zeros(2048, 68, dtype=torch.uint8)
     keys[:, :64] = torch.arange(256, dtype=torch.uint8)[torch.arange(2048) % 256, None]
-    keys[:, 64:] = (70 + torch.arange(2048) // 17).byte()[:, None]  # 2^-57 to 2^63
+    keys[:, 64:] = (10 + torch.arange(2048) // 9).byte()[:, None]  # 2^-117 to 2^110
     keys[-1, 64:] = 255  # NaN
     q = torch.zeros(4, 32, 128).bfloat16()
     for t, (channel, sign) in enumerate(((0, 1), (1, 1), (126, -1), (33, -1))):
@@ -122,6 +138,50 @@ def test_index_scores_read_every_code_and_scale():
     want, _ = refs.index_scores_ref(*[x.cpu() for x in inputs], 64, 2048)
     assert torch.equal(got.cpu().nan_to_num(-1), want.nan_to_num(-1))
     assert want.isnan().any()
+
+
+@pytest.mark.parametrize("launch", [None, *scoring.BENCHED], ids=str)
+def test_sums_of_products_of_codes_are_exact(launch):
+    """The matrix unit's sums of FP8 products keep few bits; 32 products of codes need no more."""
+    twice = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12])
+    g = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 16, (4096, 128), generator=g)
+    picks = torch.randint(0, 16, (1, 32, 128), generator=g)
+    codes[::3], picks[:, ::4] = 7, 7  # the largest sums: 32 products of 6 and 6
+    codes[1::3, 1:], picks[:, 1::4, 1:] = 9, 1  # one large product beside the smallest
+    keys = torch.full((4096, 68), 127, dtype=torch.uint8)
+    keys[:, :64] = codes[:, ::2] | codes[:, 1::2] << 4
+    weights = torch.tensor([1.0, -1.0, 2.0, 0.5]).repeat(8)[None]
+    dots = (twice[picks] @ twice[codes].T).clamp_min(0)  # four times the sums
+    want = (dots * (weights * 2).long()[:, :, None]).sum(1).double() / 8
+    tables = torch.arange(64)[None]
+    q = (twice[picks] / 2).bfloat16()
+    # A head's other groups are smaller by 2^24: their sums are exact as well.
+    small = q.clone()
+    small[:, :, 32:] *= 2.0**-24
+    alone = (twice[picks][..., 32:] @ twice[codes][..., 32:].T).clamp_min(0)
+    wanted = (alone * (weights * 2).long()[:, :, None]).sum(1).double() / 8 * 2.0**-24
+    for query, first, expected in ((q, 127, want), (small, 0, wanted)):
+        keys[:, 64] = first
+        inputs = [x.to(DEVICE) for x in (query, weights, keys, tables, torch.tensor([4096]))]
+        got, _ = scoring.index_scores(*inputs, 64, 4096, launch=launch)
+        assert torch.equal(got.cpu(), expected.float())
+        changed = inputs[2].clone()
+        changed[2, 40] ^= 1
+        again, _ = scoring.index_scores(*inputs[:2], changed, *inputs[3:], 64, 4096, launch=launch)
+        assert (again != got).nonzero()[:, 1].tolist() == [2]
+
+
+@pytest.mark.parametrize("value", [1.125, 2.0**-40, torch.nan, torch.inf])
+def test_a_query_that_was_not_rounded_gives_nan(value):
+    inputs = cases.index_inputs(3, 32, 128, 300, DEVICE, per_block=64)
+    inputs[4][:] = 300
+    inputs[2][:] = 0x22
+    inputs[2][:, 64:] = 127
+    inputs[0][1, 4, 33] = value
+    got, _ = scoring.index_scores(*inputs)
+    assert got[1].isnan().all()
+    assert not got[::2].isnan().any()
 
 
 def test_pool_scores_are_those_of_the_full_scan():
@@ -177,6 +237,27 @@ def test_stored_rows_equal_reference(kind):
     assert not torch.equal(cases.stored(rows_kernels.store_rows, kind, inputs)[0], want)
 
 
+@pytest.mark.parametrize("tokens", [1, 2, 65])
+def test_joined_rows_equal_reference(tokens):
+    for exact in (True, False):
+        inputs = cases.joined_inputs(tokens, 1536, 512, DEVICE, exact=exact, turning=64)
+        latent, ring = cases.split(rows_kernels.latent_and_window, inputs)
+        want, wanted_ring = cases.split(refs.latent_and_window_ref, inputs)
+        # A product fused into the sum of a rotation may move a value over a boundary.
+        assert float((ring != wanted_ring).float().mean()) < 2e-3
+        if exact:
+            assert torch.equal(latent, want)
+        else:
+            assert cases.relative(latent, want) < 5e-3
+    joined, _, kv_weight, turn, near, rows = inputs
+    kv = joined[:, 1536:].contiguous()
+    rows_kernels.store_rows("window", kv, kv_weight, turn, near, rows, cases.EPS)
+    # The two kernels add the squares over different warps.
+    assert float((near != ring).float().mean()) < 2e-3
+    inputs[3] = turn.flip(0).contiguous()  # sin for cos
+    assert float((cases.split(rows_kernels.latent_and_window, inputs)[1] != ring).sum()) > 20
+
+
 @pytest.mark.parametrize("is_rounded", [False, True])
 def test_turned_queries_equal_reference(is_rounded):
     heads, dim = (32, 128) if is_rounded else (64, 512)
@@ -206,18 +287,20 @@ def test_a_graph_of_all_kernels_follows_its_inputs(overlap):
     inputs = cases.index_inputs(5, 32, 128, 40_000, DEVICE, per_block=64)
     held = cases.attention_inputs(5, 64, 512, 128, 512, DEVICE, rows=40_064 * 5, turning=64)
     x, weight, turn, pool, rows = cases.store_inputs("window", 5, 512, DEVICE, turning=64)
+    joined = cases.joined_inputs(5, 1536, 512, DEVICE, turning=64)
     lengths, everything = (inputs[4] + 7) // 8, torch.full_like(inputs[4], 16384)
 
     def step(overlap=overlap):
         more = {"overlap": overlap}
         rows_kernels.store_rows("window", x, weight, turn, pool, rows, cases.EPS, **more)
+        latent = rows_kernels.latent_and_window(*joined, cases.EPS, **more)
         _, best = scoring.index_scores(*inputs, **more)
         blocks = selection.select_topk_rows(best, lengths, 2048, **more)
         pooled, _ = scoring.index_scores(*inputs[:6], 16384, blocks, **more)
         chosen = selection.select_topk_rows(pooled, everything, 512, **more)
         entries = selection.pool_rows(chosen, inputs[3], 64, blocks, **more)
         out = attention.gather_attention(*held[:4], entries, *held[5:], **more)
-        return out, entries, pool.clone()
+        return out, entries, pool.clone(), latent, joined[4].clone()
 
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -233,6 +316,7 @@ def test_a_graph_of_all_kernels_follows_its_inputs(overlap):
     lengths.copy_((inputs[4] + 7) // 8)
     held[0].mul_(-0.5)
     x.mul_(2.0)
+    joined[0].copy_(joined[0].roll(1, dims=0))
     graph.replay()
     replayed = [y.clone() for y in captured]
     for mine, again in zip(replayed, step(overlap=False), strict=True):

@@ -18,15 +18,18 @@ from finwhale.decode_kernels import gather_attention as attention
 from finwhale.decode_kernels import index_scores as scoring
 from finwhale.decode_kernels import select_topk as selection
 from finwhale.decode_kernels import store_rows as rows_kernels
+from finwhale.ops import rounding
 from tests import decode_attention_cases as cases
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KINDS = ["window", "entry", "index_key"]
 
 
-def attend(inputs, splits=3, shares=2):
-    launch = attention.AttentionLaunch(heads=16, keys=16, splits=splits, num_warps=4, shares=shares)
-    return attention.gather_attention(*inputs, launch=launch)
+def attend(inputs, splits=3, shares=2, *, heads=16, fused=False, counters=None):
+    launch = attention.AttentionLaunch(
+        heads=heads, keys=16, splits=splits, num_warps=4, shares=shares, fused=fused
+    )
+    return attention.gather_attention(*inputs, launch=launch, counters=counters)
 
 
 def scored(inputs, *pool, keys=32, programs=5, **options):
@@ -55,6 +58,34 @@ def test_gathered_attention_equals_reference(tokens, heads, dim, width, k, turni
     assert cases.relative(got, want) < 5e-3
     if tokens > 1:
         assert not got[1].any()
+
+
+@pytest.mark.parametrize(
+    ("heads", "dim", "splits", "shares", "tile"),
+    [(20, 64, 2, 2, 16), (40, 128, 5, 1, 64)],
+)
+def test_last_program_adds_stretches_as_a_second_launch_does(heads, dim, splits, shares, tile):
+    """Query 1 sees nothing, and its stretches are all empty; the last case adds in two steps."""
+    inputs = cases.attention_inputs(3, heads, dim, 9, 17, DEVICE, turning=16)
+    want = attend(inputs, splits, shares, heads=tile)
+    assert cases.relative(want, refs.gather_attention_ref(*inputs)) < 5e-3
+    kept = torch.zeros(12, dtype=torch.int32, device=DEVICE)
+    for _ in range(2):
+        got = attend(inputs, splits, shares, heads=tile, fused=True, counters=kept)
+        assert torch.equal(got, want)
+        assert not got[1].any()
+        assert not kept.any()
+    inputs[5] = inputs[5] + 1
+    assert not torch.equal(attend(inputs, splits, shares, heads=tile, fused=True), want)
+
+
+def test_a_fused_launch_notices_counters_that_do_not_serve():
+    inputs = cases.attention_inputs(3, 5, 64, 9, 20, DEVICE)
+    kept = torch.tensor([0, 9, 0, 0, 0, 0], dtype=torch.int32, device=DEVICE)
+    attend(inputs, fused=True, counters=kept)
+    assert kept.tolist() == [0, 12, 0, 0, 0, 0]  # nobody was the last there
+    with pytest.raises(attention.GatherAttentionUnsupportedError, match="counters"):
+        attend(inputs, fused=True, counters=kept[:5])
 
 
 def test_gathered_attention_reference_equals_the_engines():
@@ -142,15 +173,120 @@ def test_index_scores_and_block_bests_equal_reference(tokens, heads, dim, column
     assert best.shape == (tokens, 0)
 
 
-def test_the_scan_measured_on_hopper_equals_other_tiles_bit_for_bit():
-    """The pool is searched in tiles of another size: one key's score must not show which."""
-    inputs = cases.index_inputs(2, 32, 128, 65, DEVICE)
-    keys = scoring._LAUNCHES["hopper"].keys
-    cases.assert_scores_near(scored(inputs, keys=keys), refs.index_scores_ref(*inputs), inputs)
-    seen = int(inputs[4][0])
-    for other in (32, scoring._POOL_LAUNCHES["any"].keys):
-        got = scored(inputs, keys=other)[0][0, :seen]
-        assert torch.equal(got, scored(inputs, keys=keys)[0][0, :seen])
+def test_scores_of_every_tile_and_number_of_programs_are_equal_bit_for_bit():
+    inputs = cases.index_inputs(2, 32, 128, 129, DEVICE)
+    want = scored(inputs, keys=64)[0][0]
+    cases.assert_scores_near(scored(inputs, keys=64), refs.index_scores_ref(*inputs), inputs)
+    for keys, programs in ((32, 5), (64, 1), (128, 2)):
+        assert torch.equal(scored(inputs, keys=keys, programs=programs)[0][0], want)
+
+
+def rounded_index_inputs(tokens, heads, columns):
+    """Queries and keys as a model's: rounded to MXFP4, every group with a size of its own."""
+    _, weights, _, tables, visible, _, _ = cases.index_inputs(tokens, heads, 128, columns, "cpu")
+    g = cases.generator(3)
+    rows = tables.numel() * 16
+    q, keys = torch.randn(tokens, heads, 128, generator=g), torch.randn(rows, 128, generator=g)
+    for x in (q, keys):
+        x.view(-1, 4, 32).mul_(2.0 ** torch.randint(-8, 9, (x.numel() // 128, 4, 1), generator=g))
+    q = rounding.round_index(q.bfloat16())
+    tables = torch.arange(tables.numel()).view_as(tables)
+    visible = torch.full_like(visible, columns)
+    packed = paged_reads.pack_index(keys, "fp4")
+    return [x.to(DEVICE) for x in (q, weights, packed, tables, visible)]
+
+
+def index_codes(tokens, heads, columns):
+    """Return inputs without scales, all sixteen codes, and the scores as sums of integers."""
+    g = cases.generator(4)
+    twice = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12])
+    blocks = -(-columns // 16)
+    codes = torch.randint(0, 16, (tokens * blocks * 16, 128), generator=g)
+    picks = torch.randint(0, 16, (tokens, heads, 128), generator=g)
+    codes[::3], picks[:, 0] = 7, 7  # the largest sums: 32 products of 6 and 6
+    codes[1::3, ::2], picks[:, 1, ::2] = 15, 1
+    keys = torch.full((len(codes), 68), 127, dtype=torch.uint8)
+    keys[:, :64] = codes[:, ::2] | codes[:, 1::2] << 4
+    weights = torch.tensor([1.0, -1.0, 2.0, 0.5]).repeat(heads // 4).expand(tokens, -1)
+    tables = torch.arange(tokens * blocks).view(tokens, -1)
+    visible = torch.full((tokens,), columns)
+    values = twice[codes].view(tokens, -1, 128)[:, :columns]
+    dots = (twice[picks] @ values.transpose(1, 2)).clamp_min(0)  # four times the sums
+    want = (dots * (weights * 2).long()[:, :, None]).sum(1).double() / 8
+    inputs = (twice[picks] / 2).bfloat16(), weights.contiguous(), keys, tables, visible
+    return [x.to(DEVICE) for x in inputs] + [16, columns], want.float().to(DEVICE)
+
+
+def test_scores_of_rounded_queries_with_scales_of_their_own_are_the_exact_sums():
+    """Compared in float64; scales of groups differ by up to 2^16, codes and signs are random."""
+    q, weights, keys, tables, visible = rounded_index_inputs(2, 6, 70)
+    got = scored([q, weights, keys, tables, visible, 16, 70])[0].double()
+    rows = paged_reads.unpack_index(keys, "fp4", 128).double().view(2, -1, 128)[:, :70]
+    dots = (q.double() @ rows.transpose(1, 2)).relu()
+    want = (dots * weights[:, :, None].double()).sum(1)
+    sizes = (dots * weights[:, :, None].double().abs()).sum(1)
+    assert ((got - want).abs() <= 1e-6 * sizes).all()
+    assert (want != 0).any()
+    keys[:, 64] += 1  # the scale of the first group
+    moved = scored([q, weights, keys, tables, visible, 16, 70])[0].double()
+    assert ((moved - want).abs() > 1e-3 * sizes).any()
+
+
+@pytest.mark.parametrize("shift", [-30, -60, 24])
+def test_groups_of_a_query_may_be_far_apart(shift):
+    """Beyond what one factor of a head holds; a tiny group counts where others meet zeros."""
+    q, weights, keys, tables, visible = rounded_index_inputs(2, 6, 70)
+    q = q.float()
+    q[:, 2, 32:64] *= 2.0**shift
+    q[:, 3, 96:] *= 2.0 ** (shift - 8)
+    q = q.bfloat16()
+    keys[::2, :16], keys[::2, 32:64] = 0, 0
+    got = scored([q, weights, keys, tables, visible, 16, 70])[0].double()
+    rows = paged_reads.unpack_index(keys, "fp4", 128).double().view(2, -1, 128)[:, :70]
+    dots = (q.double() @ rows.transpose(1, 2)).relu()
+    want = (dots * weights[:, :, None].double()).sum(1)
+    sizes = (dots * weights[:, :, None].double().abs()).sum(1)
+    assert ((got - want).abs() <= 1e-6 * sizes).all()
+    without = q.clone()
+    without[:, 2, 32:64] = 0
+    weights[:, [0, 1, 3, 4, 5]] = 0
+    alone = scored([q, weights, keys, tables, visible, 16, 70])[0]
+    assert (alone != 0).any()
+    assert not torch.equal(alone, scored([without, weights, keys, tables, visible, 16, 70])[0])
+
+
+def test_scores_of_codes_alone_are_exact():
+    inputs, want = index_codes(3, 8, 40)
+    got, _ = scored(inputs)
+    assert torch.equal(got, want)
+    changed = inputs[2].clone()
+    changed[5, 3] ^= 1
+    assert not torch.equal(scored([*inputs[:2], changed, *inputs[3:]])[0], want)
+
+
+@pytest.mark.parametrize("value", [1.125, 2.0**-40, torch.nan, torch.inf])
+def test_a_query_that_was_not_rounded_gives_nan_and_no_other_does(value):
+    inputs = cases.index_inputs(3, 6, 64, 40, DEVICE)
+    inputs[4][:] = 40
+    inputs[2].fill_(0x22)  # every key is 1
+    inputs[2][:, 32:] = 127
+    inputs[0][1, 4, 33] = value
+    got, best = scored(inputs)
+    assert got[1].isnan().all()
+    assert not got[::2].isnan().any()
+    assert best[1, :-1].isneginf().all()  # a NaN is the best of no block
+    inputs[0][1, 4, 33] = 1.5
+    assert not scored(inputs)[0].isnan().any()
+
+
+def test_a_key_whose_scale_is_not_a_number_has_no_score():
+    inputs = cases.index_inputs(1, 6, 128, 40, DEVICE)
+    at = int(inputs[3][0, 1]) * 16 + 3  # entry 19
+    for group, code in ((0, 255), (3, 255), (1, 0)):
+        keys = inputs[2].clone()
+        keys[at, 64 + group] = code
+        got, _ = scored([*inputs[:2], keys, *inputs[3:]])
+        assert got[0].isnan().nonzero().flatten().tolist() == ([19] if code else [])
 
 
 def test_index_scores_take_head_weights_in_bf16():
@@ -212,6 +348,36 @@ def test_selection_takes_the_lowest_of_equal_scores_across_stretches():
     assert selected(scores, lengths, 5).tolist() == [[0, 1, 2, 3, 450]]
     backwards = 499 - selected(scores.flip(1), lengths, 5).flip(1)
     assert backwards.tolist() != [[0, 1, 2, 3, 450]]  # the other tie rule
+
+
+@pytest.mark.parametrize("kind", ["near", "far", "level", "rising"])
+@pytest.mark.parametrize("k", [7, 32])
+def test_selection_descends_through_blocks_of_blocks(kind, k):
+    """Rows that no program can hold, with the best in one block, in one each, equal, or last."""
+    num, spread = 1300, torch.zeros(2, 1300)
+    if kind == "near":
+        spread[:, 1034 : 1034 + k + 3] = 1.0 + torch.arange(k + 3)
+    elif kind == "far":
+        spread[:, ::71] = 1.0 + torch.arange(-(-num // 71)) % 5
+    elif kind == "rising":
+        spread += torch.arange(num)
+    scores = (spread - 3.0 * (torch.arange(num) % 2)).to(DEVICE)
+    lengths = torch.tensor([num, num - 9], device=DEVICE)
+    want = cases.listed_topk(scores, lengths, k)
+    assert torch.equal(selected(scores, lengths, k).cpu(), want)
+    scores[:, int(want[0, 0])] = -torch.inf
+    assert not torch.equal(selected(scores, lengths, k).cpu(), want)
+
+
+def test_blocks_are_few_enough_for_one_program_and_cover_a_row():
+    for k in (1, 5, 512, 2048):
+        for stretch in (4096, 16384):
+            for capacity in (stretch + 1, 131_072, 1 << 20, (1 << 30) - 1):
+                block, width = selection.block_size(capacity, k, stretch), capacity
+                assert k * block <= stretch
+                for _ in range(20):
+                    width = -(-width // block) if width > stretch else width
+                assert width <= stretch
 
 
 def test_selection_ignores_what_lies_behind_a_row():
@@ -280,6 +446,77 @@ def test_a_row_without_a_code_is_remembered(value):
     assert finite.tolist() == [True, True, True, False, True, True, True]
 
 
+@pytest.mark.parametrize(
+    ("tokens", "columns", "dim"), [(1, 32, 64), (2, 96, 128), (1, 1536, 512), (9, 32, 64)]
+)
+def test_a_joined_row_gives_its_latent_and_its_window_row(tokens, columns, dim):
+    exact = cases.joined_inputs(tokens, columns, dim, DEVICE, exact=True)
+    got = cases.split(rows_kernels.latent_and_window, exact)
+    for mine, theirs in zip(got, cases.split(refs.latent_and_window_ref, exact), strict=True):
+        assert torch.equal(mine, theirs)
+    inputs = cases.joined_inputs(tokens, columns, dim, DEVICE)
+    latent, ring = cases.split(rows_kernels.latent_and_window, inputs)
+    want, wanted_ring = cases.split(refs.latent_and_window_ref, inputs)
+    # The norms' sums in another order may carry a value over a boundary, rarely.
+    assert cases.relative(latent, want) < 5e-3
+    assert torch.equal(rounding.round_fp8(latent), latent)
+    assert float((ring != wanted_ring).float().mean()) < 2e-3
+    assert not torch.equal(ring, inputs[4])  # a row was written
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the compiled kernels sum over different warps")
+@pytest.mark.parametrize(
+    ("tokens", "value"), [(1, None), (2, None), (65, None), (2, torch.nan), (2, torch.inf)]
+)
+def test_the_window_row_of_a_joined_row_is_that_of_store_rows(tokens, value):
+    inputs = cases.joined_inputs(tokens, 32, 64, DEVICE)
+    joined, _, kv_weight, turn, ring, rows = inputs
+    latent, got = cases.split(rows_kernels.latent_and_window, inputs)
+    if value is not None:
+        joined[0, 32 + 5] = value
+        again, got = cases.split(rows_kernels.latent_and_window, inputs)
+        assert torch.equal(again, latent)  # the key is no part of it
+    kv = joined[:, 32:].contiguous()
+    rows_kernels.store_rows("window", kv, kv_weight, turn, ring, rows, cases.EPS)
+    assert torch.equal(got, ring)
+    if value is not None:
+        joined[0, 3] = value
+        broken, same = cases.split(rows_kernels.latent_and_window, inputs)
+        assert broken[0].isnan().all()
+        assert torch.equal(broken[1:], latent[1:])
+        assert torch.equal(same, ring)
+
+
+def test_a_joined_row_without_a_place_writes_nothing_and_has_its_latent():
+    inputs = cases.joined_inputs(3, 32, 64, DEVICE)
+    want = cases.split(rows_kernels.latent_and_window, inputs)[0]
+    inputs[5] = torch.tensor([-1, -7, -(1 << 40)], device=DEVICE)
+    latent, ring = cases.split(rows_kernels.latent_and_window, inputs)
+    assert torch.equal(ring, inputs[4])
+    assert torch.equal(latent, want)
+    none = [x[:0] for x in (inputs[0], inputs[5])]
+    empty = [none[0], *inputs[1:3], inputs[3][:, :0].contiguous(), inputs[4], none[1]]
+    latent, ring = cases.split(rows_kernels.latent_and_window, empty)
+    assert latent.shape == (0, 32)
+    assert torch.equal(ring, inputs[4])
+
+
+@pytest.mark.parametrize("broken", ["q_weight", "kv_weight", "rotation", "rows", "order"])
+def test_joined_rows_comparison_notices_a_mistake(broken):
+    inputs = cases.joined_inputs(7, 32, 64, DEVICE, exact=True)
+    latent, ring = cases.split(refs.latent_and_window_ref, inputs)
+    if broken == "order":
+        inputs[0] = inputs[0].roll(64, dims=1)  # the key before the latent
+    elif broken == "rows":
+        inputs[5] = torch.where(inputs[5] < 0, -1, (inputs[5] + 1) % len(inputs[4]))
+    else:
+        at = ["", "q_weight", "kv_weight", "rotation"].index(broken)
+        inputs[at] = inputs[at].flip(-1 if at < 3 else 1).contiguous()
+    got, got_ring = cases.split(rows_kernels.latent_and_window, inputs)
+    assert torch.equal(got, latent) == (broken not in ("q_weight", "order"))
+    assert torch.equal(got_ring, ring) == (broken == "q_weight")
+
+
 @pytest.mark.parametrize("is_rounded", [False, True])
 def test_turned_queries_equal_reference(is_rounded):
     g = cases.generator(0)
@@ -318,3 +555,13 @@ def test_refusals_name_the_field():
     x, weight, turn, pool, rows = cases.store_inputs("window", 2, 64, DEVICE)
     with pytest.raises(rows_kernels.StoreRowsUnsupportedError, match="kind"):
         rows_kernels.store_rows("keys", x, weight, turn, pool, rows, cases.EPS)
+    joined, q_weight, *others = cases.joined_inputs(2, 32, 64, DEVICE)
+    for wrong, match in (
+        ((joined, q_weight[:31]), "q_weight: 31"), ((joined, q_weight.float()), "q_weight torch"),
+        ((joined[:, :-32].contiguous(), q_weight), r"joined: 64 .* 32 \+ 64"),
+        ((joined[:, :-32].contiguous(), q_weight, others[0][:32]), "dim 32"),
+        ((joined, q_weight, others[0], others[1], others[2][:, :-1]), "pool"),
+    ):  # fmt: skip
+        arguments = [*wrong, *others[len(wrong) - 2 :]]
+        with pytest.raises(rows_kernels.StoreRowsUnsupportedError, match=match):
+            rows_kernels.latent_and_window(*arguments, cases.EPS)

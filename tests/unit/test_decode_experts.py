@@ -11,6 +11,7 @@ pytest.importorskip("triton", reason="the kernels need triton")
 
 from finwhale.config.inventory import Storage
 from finwhale.decode_kernels.experts_w4 import (
+    BENCHED,
     ExpertLaunch,
     ExpertsUnsupportedError,
     ExpertWeights,
@@ -29,7 +30,11 @@ from finwhale.decode_kernels.route import (
     route_scratch,
     routing_lists,
 )
-from finwhale.decode_kernels.tiles import pack_fp4_tiles, unpack_fp4_tiles
+from finwhale.decode_kernels.tiles import (
+    pack_fp4_tiles,
+    pack_fp8_tiles,
+    unpack_fp4_tiles,
+)
 from finwhale.ops.rounding import round_fp8
 from finwhale.ops.weight_formats import quantize_weight
 
@@ -61,11 +66,11 @@ def weights_of(experts, channels, width, seed=0):
         stored = [drawn(rows, columns, Storage.FP4_ROW) for _ in range(experts)]
         codes, scales = zip(*stored, strict=True)
         scales = torch.stack(scales).view(torch.uint8)
-        return pack_fp4_tiles(torch.stack(codes), scales).to(DEVICE), scales.to(DEVICE)
+        return tuple(t.to(DEVICE) for t in pack_fp4_tiles(torch.stack(codes), scales))
 
     shared = (
-        *drawn(2 * width, channels, Storage.FP8_BLOCK),
-        *drawn(channels, width, Storage.FP8_BLOCK),
+        *pack_fp8_tiles(*drawn(2 * width, channels, Storage.FP8_BLOCK)),
+        *pack_fp8_tiles(*drawn(channels, width, Storage.FP8_BLOCK)),
     )
     return ExpertWeights(
         *stack(2 * width, channels), *stack(channels, width), *(t.to(DEVICE) for t in shared)
@@ -93,24 +98,32 @@ def agree(got, want, tolerance=1e-2):
 
 
 def test_tile_order_is_a_permutation_of_bits():
-    codes = torch.randint(0, 256, (3, 48), generator=generator(1), dtype=torch.uint8)
-    scales = torch.full((3, 3), 120, dtype=torch.uint8)
-    packed = pack_fp4_tiles(codes, scales)
-    assert torch.equal(unpack_fp4_tiles(packed), codes)
-    assert not torch.equal(packed, codes)
-    ones = pack_fp4_tiles(torch.full((1, 16), 0xFF, dtype=torch.uint8), scales[:1, :1])
-    assert (ones == 0xFF).all()
-    # Columns 0 and 1 lie at bits 15, 8, 7, 6 of the two halves of the first word.
-    first = torch.zeros(1, 16, dtype=torch.uint8)
-    first[0, 0] = 0b0110_1001
-    word = pack_fp4_tiles(first, scales[:1, :1]).view(torch.int32)[0, 0]
-    assert int(word) == (1 << 15 | 1 << 6) | (1 << 24 | 1 << 23)
+    codes = torch.randint(0, 256, (3, 64, 48), generator=generator(1), dtype=torch.uint8)
+    scales = torch.randint(100, 120, (3, 64, 3), generator=generator(2), dtype=torch.uint8)
+    packed, by_word = pack_fp4_tiles(codes, scales)
+    assert packed.shape == (3, 2, 3, 512)
+    assert by_word.shape == (3, 2, 3, 32)
+    back = unpack_fp4_tiles(packed, by_word)
+    assert torch.equal(back[0], codes)
+    assert torch.equal(back[1], scales)
+    assert int(by_word[1, 1, 2, 4 * 5 + 3]) == int(scales[1, 32 + 24 + 5, 2])
+    # Row 8 + 2, columns 6 and 7: lane 4 * 2 + 3, word 1, bits 15, 8, 7, 6 of its two halves.
+    one = torch.zeros(32, 16, dtype=torch.uint8)
+    one[10, 3] = 0b0110_1001
+    words = pack_fp4_tiles(one, scales[0, :32, :1])[0].view(torch.int32).flatten()
+    assert words.nonzero().flatten().tolist() == [(4 * 2 + 3) * 4 + 1]
+    assert int(words[(4 * 2 + 3) * 4 + 1]) == (1 << 15 | 1 << 6) | (1 << 24 | 1 << 23)
+    # Column 8 + 6 is the second pair: those bits one shift to the right of it, by six.
+    one = torch.zeros(32, 16, dtype=torch.uint8)
+    one[10, 7] = 0b0000_0001
+    words = pack_fp4_tiles(one, scales[0, :32, :1])[0].view(torch.int32).flatten()
+    assert int(words[(4 * 2 + 3) * 4 + 1]) == 1
 
 
 def test_a_scale_beyond_the_decoder_is_refused():
     codes, scales = (
-        torch.zeros(1, 16, dtype=torch.uint8),
-        torch.full((1, 1), 129, dtype=torch.uint8),
+        torch.zeros(32, 16, dtype=torch.uint8),
+        torch.full((32, 1), 129, dtype=torch.uint8),
     )
     with pytest.raises(ValueError, match="at most 128"):
         pack_fp4_tiles(codes, scales)
@@ -146,11 +159,9 @@ def test_a_column_of_the_reference_by_hand():
     value = torch.cat((magnitude, -magnitude))
 
     def matrix(packed, scales):
-        codes = unpack_fp4_tiles(packed[expert].cpu())
+        codes, by_row = unpack_fp4_tiles(packed[expert].cpu(), scales[expert].cpu())
         pairs = torch.stack((value[(codes & 15).long()], value[(codes >> 4).long()]), -1).flatten(1)
-        return (
-            pairs * 2.0 ** (scales[expert].cpu().float() - 127).repeat_interleave(32, 1)
-        ).double()
+        return (pairs * 2.0 ** (by_row.float() - 127).repeat_interleave(32, 1)).double()
 
     gate, up = (
         (x.cpu().double() @ matrix(w.gate_up, w.gate_up_scales).T).bfloat16().double().chunk(2, 1)
@@ -176,7 +187,7 @@ def test_what_the_experts_need_shows_when_it_is_gone(tokens):
     assert moved(routing=routing._replace(rank=1 - routing.rank)) > 0.05
     assert moved(w=w._replace(down_scales=w.down_scales + 1)) > 0.05
     assert moved(w=w._replace(gate_up=w.gate_up.flip(1))) > 0.05
-    assert moved(w=w._replace(shared_down=w.shared_down.flip(0))) > 0.05
+    assert moved(w=w._replace(shared_down=w.shared_down.flip(-1))) > 0.05
 
 
 def test_slots_without_an_expert_write_nothing():
@@ -195,7 +206,7 @@ def test_slots_without_an_expert_write_nothing():
 def test_experts_at_released_counts_of_experts():
     """384 experts, six of them, so ids beyond a byte."""
     w, x = weights_of(1, 32, 32), rows(2, 32)
-    w = w._replace(**{n: getattr(w, n).expand(384, -1, -1).contiguous() for n in w._fields[:4]})
+    w = w._replace(**{n: getattr(w, n).expand(384, -1, -1, -1).contiguous() for n in w._fields[:4]})
     w.down[383].zero_()
     ids = torch.tensor([[383, 256, 0], [255, 383, 1]], device=DEVICE)
     routing = routing_lists(ids, torch.ones(2, 3, device=DEVICE), 384)
@@ -341,29 +352,51 @@ def test_route_leaves_nothing_behind_and_refuses_what_it_cannot_hold():
 
 
 @pytest.mark.parametrize("columns", [128, pytest.param(256, marks=SLOW)])
-def test_scales_read_as_words_are_those_of_their_groups(columns):
-    """Four scales of a row come in one word where a step has a multiple of 128 columns."""
+def test_scales_are_those_of_their_rows_and_groups(columns):
     w, routing, x = weights_of(2, columns, 128), choice(2, 2, 1), rows(2, columns)
-    launch = ExpertLaunch(
-        gate_rows=32, down_rows=32, columns=64, tile_columns=columns, warps=4, stages=2
-    )
+    launch = ExpertLaunch(gate_rows=32, down_rows=64, columns=columns, warps=4, stages=2)
     names = "gate_up_scales", "down_scales"
-    for name in names:  # another scale for each group of a row
+    for name in names:  # another scale for each group and each row of a strip
         scales = getattr(w, name)
-        w = w._replace(**{name: scales - torch.arange(scales.shape[-1], device=DEVICE).byte() % 5})
+        step = torch.arange(scales[0, 0].numel(), device=DEVICE).byte().view(scales[0, 0].shape)
+        w = w._replace(**{name: scales - step % 5})
     want = experts_w4_ref(x, routing, w, LIMIT)
     agree(experts_w4(x, routing, w, LIMIT, launch), want)
+    for name in names:
+        wrong = getattr(w, name).roll(1, -1)
+        found = experts_w4(x, routing, w._replace(**{name: wrong}), LIMIT, launch)
+        assert not torch.allclose(found.float(), want.float(), rtol=0.05, atol=1e-3), name
     for name in (*names, "shared_gate_up_scales", "shared_down_scales"):
-        scales = getattr(w, name).view(torch.uint8)
-        turned = scales.unflatten(-1, (-1, 4)).flip(-1).flatten(-2).contiguous()
-        wrong = experts_w4(x, routing, w._replace(**{name: turned}), LIMIT, launch)
-        assert not torch.allclose(wrong.float(), want.float(), rtol=0.05, atol=1e-3), name
+        scales = getattr(w, name)
+        wrong = scales.flip(-2 if name in names else -1).contiguous()
+        found = experts_w4(x, routing, w._replace(**{name: wrong}), LIMIT, launch)
+        assert not torch.allclose(found.float(), want.float(), rtol=0.05, atol=1e-3), name
+
+
+@pytest.mark.parametrize("splits", [2, 3])
+def test_splits_of_one_token_are_added_in_order(splits):
+    w, routing, x = weights_of(3, 320, 96), choice(1, 3, 2), rows(1, 320)
+    launch = ExpertLaunch(
+        gate_rows=64,
+        down_rows=64,
+        columns=64,
+        warps=4,
+        stages=2,
+        gate_splits=splits,
+        down_splits=5 - splits,
+    )
+    want = experts_w4_ref(x, routing, w, LIMIT)
+    got = experts_w4(x, routing, w, LIMIT, launch)
+    agree(got, want)
+    parts = torch.full((1 << 16,), torch.nan, device=DEVICE)
+    scratch = parts, torch.zeros(64, dtype=torch.int32, device=DEVICE)
+    for _ in range(2):  # counters are left clear
+        assert torch.equal(experts_w4(x, routing, w, LIMIT, launch, scratch), got)
 
 
 @SLOW
-def test_launch_parameters_change_no_row():
-    w, routing, x = weights_of(3, 128, 96), choice(2, 3, 2), rows(2, 128)
-    launch = ExpertLaunch(
-        gate_rows=64, down_rows=32, columns=64, tile_columns=32, warps=4, stages=2
-    )
-    agree(experts_w4(x, routing, w, LIMIT, launch), experts_w4(x, routing, w, LIMIT))
+@pytest.mark.parametrize("launch", BENCHED, ids=str)
+def test_launch_parameters_change_no_row(launch):
+    for tokens in (1, 2):
+        w, routing, x = weights_of(3, 256, 96), choice(tokens, 3, 2), rows(tokens, 256)
+        agree(experts_w4(x, routing, w, LIMIT, launch), experts_w4_ref(x, routing, w, LIMIT))

@@ -12,14 +12,14 @@ pytest.importorskip("triton", reason="the kernels need triton")
 
 from finwhale.config.inventory import Storage
 from finwhale.decode_kernels.linear_fp8 import (
-    _LAUNCH,
-    BENCHED_ONE,
+    BENCHED,
     LinearLaunch,
     LinearUnsupportedError,
     linear_fp8,
     linear_fp8_ref,
     linear_launch,
 )
+from finwhale.decode_kernels.tiles import pack_fp8_tiles, unpack_fp8_tiles
 from finwhale.ops.rope import apply_rope, rope_frequencies, rope_rotation
 from finwhale.ops.rounding import round_fp8
 from finwhale.ops.weight_formats import quantize_weight
@@ -31,7 +31,7 @@ def inputs(tokens, outputs, width, groups=1):
     g = torch.Generator().manual_seed(tokens + outputs)
     x = torch.randn(tokens, groups * width, generator=g).bfloat16()
     w = torch.randn(outputs, width, generator=g) * torch.logspace(-3, 2, outputs)[:, None]
-    codes, scales = quantize_weight(w, Storage.FP8_BLOCK)
+    codes, scales = pack_fp8_tiles(*quantize_weight(w, Storage.FP8_BLOCK))
     return round_fp8(x).to(DEVICE), codes.to(DEVICE), scales.to(DEVICE)
 
 
@@ -43,7 +43,7 @@ def agree(got, want, tolerance=1e-5):
     assert not error.numel() or float(error.max()) < tolerance
 
 
-SMALL = LinearLaunch(rows=32, columns=64, programs=8, warps=4, stages=2)
+SMALL = LinearLaunch(rows=64, columns=64, programs=8, warps=4, stages=2)
 
 
 @pytest.mark.parametrize(
@@ -53,12 +53,12 @@ SMALL = LinearLaunch(rows=32, columns=64, programs=8, warps=4, stages=2)
 @pytest.mark.parametrize("launch", [None, SMALL], ids=["table", "split"])
 def test_fp8_product_equals_the_reference(tokens, outputs, width, launch):
     x, codes, scales = inputs(tokens, outputs, width)
-    want = linear_fp8_ref(x, codes, scales, out_dtype=torch.float32)
-    got = linear_fp8(x, codes, scales, out_dtype=torch.float32, launch=launch)
+    want = linear_fp8_ref(x, codes, scales, outputs=outputs, out_dtype=torch.float32)
+    got = linear_fp8(x, codes, scales, outputs=outputs, out_dtype=torch.float32, launch=launch)
     agree(got, want)
-    half = linear_fp8(x, codes, scales, launch=launch)
+    half = linear_fp8(x, codes, scales, outputs=outputs, launch=launch)
     agree(half, want.bfloat16(), 8e-3)
-    again = linear_fp8(x, codes, scales, launch=launch)
+    again = linear_fp8(x, codes, scales, outputs=outputs, launch=launch)
     assert torch.equal(half, again)
 
 
@@ -66,12 +66,13 @@ def test_fp8_product_equals_the_reference(tokens, outputs, width, launch):
 def test_grouped_product_reads_its_own_slice_of_x(tokens):
     x, codes, scales = inputs(tokens, 4 * 32, 64, groups=4)
     want = linear_fp8_ref(x, codes, scales, groups=4, out_dtype=torch.float32)
+    plain = unpack_fp8_tiles(codes).double()
     by_hand = torch.cat(
         [
             x[:, 64 * g : 64 * g + 64].double()
             @ (
-                codes[32 * g : 32 * g + 32].double()
-                * 2.0 ** (scales[g].double().log2().repeat_interleave(32))
+                plain[32 * g : 32 * g + 32]
+                * 2.0 ** (scales[g].double() - 127).repeat_interleave(32)
             ).T
             for g in range(4)
         ],
@@ -85,8 +86,8 @@ def test_grouped_product_reads_its_own_slice_of_x(tokens):
 
 @pytest.mark.parametrize("tokens", [1, 3, 17])
 def test_bf16_product_equals_the_reference(tokens):
-    x, codes, _ = inputs(tokens, 37, 96)
-    w = codes.bfloat16()
+    x, codes, _ = inputs(tokens, 64, 96)
+    w = unpack_fp8_tiles(codes)[:37].bfloat16()
     want = linear_fp8_ref(x, w, None, out_dtype=torch.float32)
     agree(linear_fp8(x, w, None, out_dtype=torch.float32), want)
     agree(linear_fp8(x, w, None, out_dtype=torch.float32, launch=SMALL), want)
@@ -155,7 +156,7 @@ def test_rows_do_not_meet_their_neighbours():
 
 
 def test_invariant_rows_do_not_know_how_many_they_are():
-    x, codes, scales = inputs(19, 65, 256)
+    x, codes, scales = inputs(19, 64, 256)
     launch = replace(linear_launch(19, x.device, invariant=True), programs=8)
     whole = linear_fp8(x, codes, scales, out_dtype=torch.float32, launch=launch)
     # At the same places of a block of 16: a CPU's matrix product may sum other rows otherwise.
@@ -166,10 +167,11 @@ def test_invariant_rows_do_not_know_how_many_they_are():
 
 
 @pytest.mark.parametrize(
-    ("tokens", "launch"),
-    [*((1, launch) for launch in BENCHED_ONE), *((3, launch) for launch in _LAUNCH["hopper"][1:2])],
+    "launch",
+    [pytest.param(x, marks=() if n < 2 else pytest.mark.slow) for n, x in enumerate(BENCHED)],
     ids=str,
 )
+@pytest.mark.parametrize("tokens", [1, 3])
 def test_measured_launches_serve_each_product_of_a_layer(tokens, launch):
     """Plain, and in groups with rounded outputs; the other group's scales must show."""
     for outputs, groups in ((160, 1), (192, 2)):
@@ -181,17 +183,62 @@ def test_measured_launches_serve_each_product_of_a_layer(tokens, launch):
         assert (wrong - want.float()).norm() > 0.1 * want.float().norm()
 
 
+def test_fp8_tiles_hold_the_codes_where_a_lane_reads_them():
+    codes = torch.arange(40 * 64, dtype=torch.int32).remainder(127).byte().view(40, 64)
+    scales = torch.tensor([[120, 121], [122, 123]], dtype=torch.uint8)
+    packed, same = pack_fp8_tiles(codes.view(torch.float8_e4m3fn), scales)
+    assert packed.shape == (2, 2, 1024)
+    assert torch.equal(same, scales)
+    back = unpack_fp8_tiles(packed).view(torch.uint8)
+    assert torch.equal(back[:40], codes)
+    assert not back[40:].any()
+    # Tile (0, 1), second half, lane 4 * 3 + 2: rows 3 and 11, columns 16 + {4, 5} and + {12, 13}.
+    lane = packed[0, 1, 512:].view(32, 16)[4 * 3 + 2]
+    want = codes[[3, 11, 3, 11]].gather(1, 48 + torch.tensor([[4, 5], [4, 5], [12, 13], [12, 13]]))
+    assert torch.equal(lane[:8].view(4, 2), want)
+    want = codes[[19, 27]].gather(1, 48 + torch.tensor([[4, 5], [4, 5]]))
+    assert torch.equal(lane[8:12].view(2, 2), want)
+
+
+def test_fp8_tiles_refuse_what_the_decoder_cannot_hold():
+    codes, scales = torch.zeros(32, 32, dtype=torch.uint8), torch.full((1, 1), 120).byte()
+    pack_fp8_tiles(codes.view(torch.float8_e4m3fn), scales)
+    with pytest.raises(ValueError, match="at most 134"):
+        pack_fp8_tiles(codes.view(torch.float8_e4m3fn), scales + 15)
+    codes[3, 5] = 0xFF
+    with pytest.raises(ValueError, match="NaN"):
+        pack_fp8_tiles(codes.view(torch.float8_e4m3fn), scales)
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_every_fp8_code_and_scale_is_decoded_exactly(tokens):
+    """One column at a time: products of 1 with each code, at the smallest and largest scales."""
+    codes = torch.arange(256).byte().view(8, 32).repeat_interleave(32, 0).view(8, 32, 32)
+    codes[(codes & 127) == 127] = 0
+    codes = codes.flatten(0, 1).view(torch.float8_e4m3fn)  # [256, 32]
+    for code in (8, 118, 127, 134):
+        scales = torch.full((8, 1), code, dtype=torch.uint8)
+        packed = [t.to(DEVICE) for t in pack_fp8_tiles(codes, scales)]
+        for column in (0, 13, 31):
+            x = torch.zeros(tokens, 32, dtype=torch.bfloat16, device=DEVICE)
+            x[:, column] = 1.0
+            got = linear_fp8(x, *packed, out_dtype=torch.float32)
+            want = codes[:, column].double() * 2.0 ** (code - 127)
+            assert torch.equal(got.cpu().double(), want.expand(tokens, -1))
+
+
 def test_empty_and_refused_inputs():
     x, codes, scales = inputs(2, 64, 64)
-    narrow = replace(SMALL, rows=16)
     with pytest.raises(LinearUnsupportedError, match="tiles of 16 rows"):
-        linear_fp8(x, codes, scales, round_output=True, launch=narrow)
-    agree(linear_fp8(x, codes, scales, launch=narrow), linear_fp8_ref(x, codes, scales), 8e-3)
+        linear_fp8(x, codes, scales, launch=replace(SMALL, rows=16))
     assert linear_fp8(x[:0], codes, scales).shape == (0, 64)
+    w = unpack_fp8_tiles(codes).bfloat16()
     with pytest.raises(LinearUnsupportedError, match="expected a multiple of 32"):
-        linear_fp8(x[:, :48].contiguous(), codes[:, :48].contiguous(), scales)
+        linear_fp8(x[:, :48].contiguous(), w[:, :48].contiguous(), None)
     with pytest.raises(LinearUnsupportedError, match="round_output"):
-        linear_fp8(x, codes[:40].contiguous(), scales, round_output=True)
+        linear_fp8(x, codes, scales, outputs=40, round_output=True)
+    with pytest.raises(LinearUnsupportedError, match="strips"):
+        linear_fp8(x, codes, scales, outputs=32)
     odd = torch.cat([scales.view(torch.uint8).flatten()[:1], scales.view(torch.uint8).flatten()])
     with pytest.raises(LinearUnsupportedError, match="multiple of 4"):
         linear_fp8(x, codes, odd[1:].view(scales.shape))

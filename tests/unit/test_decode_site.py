@@ -16,15 +16,13 @@ from finwhale.decode_kernels.hyper_site import (
     hyper_site,
     hyper_site_ref,
     site_launch,
-    split_normed,
-    split_normed_ref,
 )
 from finwhale.ops.hyper_connection import HyperMix
 from finwhale.ops.rounding import round_fp8
 
 SLOW = pytest.mark.slow  # in the interpreter; compiled they are fast
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-APART = SiteLaunch(channels=32, tokens=1, warps=4, apart=True)
+APART = SiteLaunch(channels=32, warps=4, apart=True)
 NUMBERS = {"iterations": 20, "norm_eps": 1e-20, "eps": 1e-6}
 
 
@@ -92,8 +90,8 @@ def agree(got, want):
 )
 @pytest.mark.parametrize(
     "launch",
-    [None, SiteLaunch(channels=32, tokens=3 + 1, warps=4), APART],
-    ids=["table", "blocks", "apart"],
+    [None, SiteLaunch(channels=32, warps=4), APART],
+    ids=["table", "slices", "apart"],
 )
 def test_site_equals_the_reference(tokens, channels, parts, launch):
     args = inputs(tokens, channels, parts)
@@ -102,6 +100,19 @@ def test_site_equals_the_reference(tokens, channels, parts, launch):
     again = run(hyper_site, args, launch=launch)
     assert torch.equal(got[0], again[0])
     assert torch.equal(got[1].mix.comb, again[1].mix.comb)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_row_wider_than_one_piece_of_its_norm(apart):
+    """5120 channels: 4096 and the rest, in one program or in two."""
+    args = inputs(1, 5120, 1)
+    launch = SiteLaunch(channels=128, warps=8, apart=apart)
+    got, want = run(hyper_site, args, launch=launch), run(hyper_site_ref, args)
+    agree(got, want)
+    close(got[1].x[:, 4096:], want[1].x[:, 4096:], 2e-3)
+    wrong = (*args[:4], args[4]._replace(norm=args[4].norm.roll(1)))
+    x = run(hyper_site, wrong, launch=launch)[1].x
+    assert float((x[:, 4096:] != want[1].x[:, 4096:]).float().mean()) > 0.5
 
 
 @pytest.mark.parametrize("launch", [None, APART], ids=["table", "apart"])
@@ -209,21 +220,8 @@ def test_empty_and_refused_sites():
     assert out.x.shape == (0, 64)
     with pytest.raises(SiteUnsupportedError, match="expected 4"):
         hyper_site(streams[:, :2], parts, before, incoming, site, **NUMBERS)
-    narrow = SiteLaunch(channels=16, tokens=1, warps=4)
+    narrow = SiteLaunch(channels=16, warps=4)
     with pytest.raises(SiteUnsupportedError, match="slices of 16"):
         hyper_site(streams, parts, before, incoming, site, **NUMBERS, launch=narrow)
     with pytest.raises(SiteUnsupportedError, match="hidden_size"):
         hyper_site(streams[..., :40], parts, before, incoming, site, **NUMBERS)
-
-
-@pytest.mark.parametrize(("tokens", "head", "tail"), [(1, 96, 5), (3, 160, 33)])
-def test_split_normed_equals_the_reference(tokens, head, tail):
-    g = torch.Generator().manual_seed(head)
-    joined = (torch.randn(tokens, head + tail, generator=g) * 3).bfloat16().to(DEVICE)
-    weight = torch.randn(head, generator=g).bfloat16().to(DEVICE)
-    got, rest = split_normed(joined, weight, 1e-20)
-    want, want_rest = split_normed_ref(joined, weight, 1e-20)
-    assert torch.equal(rest, want_rest)
-    close(got, want, 5e-3)
-    assert torch.equal(round_fp8(got), got)
-    assert float((split_normed(joined, weight.flip(0), 1e-20)[0] - want).float().norm()) > 1

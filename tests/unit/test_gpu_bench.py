@@ -1,4 +1,4 @@
-"""What bench/gpu_decode.py does without a GPU: launches by name, from a file, kernels by class."""
+"""What the GPU benchmarks do without a GPU: names of launches, classes of kernels, limits."""
 
 import json
 import os
@@ -18,16 +18,19 @@ from finwhale.decode_kernels import experts_w4, hyper_site, index_scores, linear
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 import gpu_decode
+import gpu_greedy
 import gpu_lines
+import gpu_mini
+import gpu_trace
 
 
 @pytest.mark.parametrize(
     "launches",
     [
         experts_w4.BENCHED, hyper_site.BENCHED, index_scores.BENCHED, linear_fp8.BENCHED,
-        linear_fp8.BENCHED_ONE, route.BENCHED,
+        route.BENCHED,
     ],
-    ids=["experts", "site", "scores", "linear", "linear of one", "route"],
+    ids=["experts", "site", "scores", "linear", "route"],
 )  # fmt: skip
 def test_every_launch_has_a_name_of_its_own(launches):
     """Two of one name would be timed as one."""
@@ -39,14 +42,14 @@ def test_launches_come_back_from_the_file_of_the_best(tmp_path):
     of = [
         ("experts", 8, experts_w4.BENCHED[0]), ("experts", 8, experts_w4.BENCHED[1]),
         ("site", 8, hyper_site.BENCHED[0]), ("route", 64, route.BENCHED[0]),
-        ("linear", 1, linear_fp8.BENCHED_ONE[0]), ("scores", 1, index_scores.BENCHED[0]),
+        ("linear", 1, linear_fp8.BENCHED[0]), ("scores", 1, index_scores.BENCHED[0]),
     ]  # fmt: skip
     lines = [json.dumps({"tuned": name, "T": t, "launch": asdict(x)}) for name, t, x in of]
     file.write_text("\n".join(lines))
     assert gpu_decode.read_launches(file) == {
         8: {"experts": experts_w4.BENCHED[1], "site": hyper_site.BENCHED[0]},
         64: {"route": route.BENCHED[0]},
-        1: {"linear": linear_fp8.BENCHED_ONE[0]},
+        1: {"linear": linear_fp8.BENCHED[0]},
     }
 
 
@@ -90,3 +93,46 @@ def test_a_form_that_fails_says_why_and_the_rest_goes_on(monkeypatch, capsys):
     lines.limit_s = -1.0
     assert lines.compare("name", {}, forms, 1.0) is None
     assert json.loads(capsys.readouterr().out.splitlines()[0])["skipped"] == "time limit"
+
+
+def test_differences_that_the_noise_does_not_explain_come_first(capsys):
+    def row(margin):
+        return {"kind": "text", "ids": [1], "tokens": [5, 6, 7], "seconds": [8, 8, 8]} | {
+            "logits": [9.0, 9.0, 9.0], "margins": [1.0, margin, 1.0],
+        }  # fmt: skip
+
+    rows = [row(0.01), row(3.0), row(1.0)]
+    forced = [[(9.0, 1.0 + 0.1 * n, 5)] * 3 for n in range(3)]
+    free = [[5, 8, 7], [5, 8, 9], [5, 6, 7]]
+    bench = gpu_lines.GpuLines(None, 60)
+    assert gpu_greedy.compare(bench, rows, free, forced) == [(1, 1), (0, 1)]
+    assert '"explained": 1, "unexplained": 1' in capsys.readouterr().out
+
+
+def test_a_random_order_of_terms_moves_the_last_bits_and_nothing_else():
+    generator = torch.Generator().manual_seed(0)
+    ops = gpu_trace.shuffled_ops(generator)
+    x, weight = torch.randn(5, 256, generator=generator), torch.randn(33, 256, generator=generator)
+    whole, found = gpu_trace.FAST.linear(x, weight), ops.linear(x, weight)
+    assert not torch.equal(found, whole)
+    assert not torch.equal(found, ops.linear(x, weight))  # another order each time
+    assert torch.allclose(found.double(), x.double() @ weight.double().T, atol=1e-4)
+    streams, fn = torch.randn(3, 4, 64, generator=generator), torch.randn(24, 256) / 16
+    site = (streams, fn, torch.zeros(24), torch.ones(3))
+    options = {"iterations": 3, "norm_eps": 1e-6, "eps": 1e-6}
+    pairs = zip(
+        ops.hyper_mix(*site, **options), gpu_trace.FAST.hyper_mix(*site, **options), strict=True
+    )
+    for got, want in pairs:
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_a_peers_limit_ends_its_runs():
+    """No step begins behind it; a cut run counts only where there is no whole one."""
+    none = float("inf")
+    steps = []
+    assert len(gpu_mini.timed_runs(steps.append, object, 3, "cpu", none)) == gpu_mini.RUNS
+    assert len(steps) == 3 * (gpu_mini.RUNS + 1)
+    steps.clear()
+    assert len(gpu_mini.timed_runs(steps.append, object, 3, "cpu", 0.0)) == 1
+    assert len(steps) == 1

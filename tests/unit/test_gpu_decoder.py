@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="the decoder needs triton")
 from finwhale.cache.block_allocator import NoBlockError
 from finwhale.cache.paged_reads import unpack_entry, unpack_index, unpack_window
 from finwhale.cache.sequence_state import fresh_state
-from finwhale.decode_kernels.tiles import unpack_fp4_tiles
+from finwhale.decode_kernels.tiles import unpack_fp4_tiles, unpack_fp8_tiles
 from finwhale.engine.gpu_generation import generate_batch
 from finwhale.engine.prefill import Prefill
 from finwhale.gpu.decoder import GpuDecoder, buckets
@@ -47,12 +47,12 @@ def test_packed_weights_give_back_the_model(model, weights):
     """By the formats' own decoding, and by name: a swap of two matrices would show."""
     layer, block = weights.layers[1], model.layers[1]
     rank = CONFIG.text_config.q_lora_rank
-    qkv = dequantize_weight(*layer.qkv)
+    qkv = dequantize_weight(unpack_fp8_tiles(layer.qkv[0]), layer.qkv[1])
     assert torch.equal(qkv[:rank], block.attn.wq_a.weight.float())
     assert torch.equal(qkv[rank:], block.attn.wkv.weight.float())
     for n, expert in enumerate(block.ffn.experts):
-        codes = unpack_fp4_tiles(layer.experts.gate_up[n]).view(torch.int8)
-        whole = dequantize_weight(codes, layer.experts.gate_up_scales[n])
+        codes, scales = unpack_fp4_tiles(layer.experts.gate_up[n], layer.experts.gate_up_scales[n])
+        whole = dequantize_weight(codes.view(torch.int8), scales)
         assert torch.equal(whole, torch.cat((expert.w1.weight, expert.w3.weight)).float())
     table = dequantize_weight(layer.engram["table"], layer.engram["table_scales"])
     assert torch.equal(table, block.engram.embed.weight.float())
