@@ -441,13 +441,8 @@ def attention_tuned(bench: GpuLines, c, tokens: int, options):
         for _ in range(8 if tokens > 16 else 32)
     ]  # fmt: skip
 
-    kept = torch.zeros(1 << 12, dtype=torch.int32, device=DEVICE)
-
     def calls(launch):
-        return [
-            lambda s=s: attention_file.gather_attention(*s, launch=launch, counters=kept)
-            for s in sets
-        ]
+        return [lambda s=s: attention_file.gather_attention(*s, launch=launch) for s in sets]
 
     table = attention_file.attention_launch(tokens, torch.device(DEVICE))
     tried = [
@@ -456,7 +451,6 @@ def attention_tuned(bench: GpuLines, c, tokens: int, options):
         for splits in {table.splits, max(1, table.splits // 2), 5}
         if (stages, splits) != (table.num_stages, table.splits)
     ]
-    tried.append(replace(table, fused=not table.fused))
     return best_of(bench, "attention", tokens, {"table": table, **named(tried)}, calls, options)
 
 

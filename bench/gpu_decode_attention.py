@@ -50,7 +50,6 @@ def attention_part(bench: GpuLines, everything: bool) -> None:
     main = random_rows(1 << 20, 288, 256, (40, 56))
     ring = random_rows(1 << 18, 528, 512, (118, 123))
     sink = torch.zeros(HEADS, device=DEVICE)
-    kept = torch.zeros(1 << 12, dtype=torch.int32, device=DEVICE)
     for tokens in (1, 8, 64, 256):
         calls = min(64, max(4, ROTATED_BYTES // (tokens * 215_000)))
         sets = []
@@ -65,27 +64,18 @@ def attention_part(bench: GpuLines, everything: bool) -> None:
 
         def ours(launch=None, invariant=False, sets=sets):
             return [
-                lambda s=s: attention.gather_attention(
-                    *s, launch=launch, invariant=invariant, counters=kept
-                )
+                lambda s=s: attention.gather_attention(*s, launch=launch, invariant=invariant)
                 for s in sets
             ]
 
         forms = {"chosen": ours, "invariant": lambda ours=ours: ours(invariant=True)}
-        device = torch.device(DEVICE)
-        for name, of in (("chosen", (tokens, device)), ("invariant", (tokens, device, True))):
-            other = attention.attention_launch(*of)
-            other = replace(other, fused=not other.fused)
-            forms[f"{name}, fused={other.fused}"] = lambda other=other, ours=ours: ours(other)
         tried = {1: (5, 10, 20, 40), 8: (2, 5, 10, 20), 64: (1, 2, 4), 256: (1, 2)}[tokens]
         kinds = [x for x in attention.BENCHED if x.splits > 1] if everything else []
         for one in kinds:
             for splits in tried:
-                if one.fused and not 1 < splits <= 10:
-                    continue
                 launch = replace(one, splits=splits)
                 form = f"h{one.heads} k{one.keys} w{one.num_warps} s{one.num_stages} "
-                form += f"shares{one.shares} splits{splits}" + " fused" * one.fused
+                form += f"shares{one.shares} splits{splits}"
                 forms[form] = lambda launch=launch, ours=ours: ours(launch)
         forms["peer flash_mla legacy, 584-byte FP8 rows"] = lambda t=tokens, n=calls: flash_mla(
             t, n
@@ -290,7 +280,6 @@ def chain_part(bench: GpuLines, everything: bool) -> None:
     frequencies = rope_frequencies(1e4, 64, None).to(DEVICE)
     ones = torch.ones(DIM, device=DEVICE).bfloat16()
     sink = torch.zeros(HEADS, device=DEVICE)
-    kept = torch.zeros(1 << 12, dtype=torch.int32, device=DEVICE)
     for tokens, context in (
         (1, 4096),
         (1, 65536),
@@ -322,9 +311,7 @@ def chain_part(bench: GpuLines, everything: bool) -> None:
         def attend(x, q, _, window, entries, overlap, turn=turn, ring=ring, main=main, rows=rows):
             more = {"overlap": overlap}
             rows_kernels.store_rows("window", x, ones, turn, ring, rows, 1e-20, None, q, **more)
-            attention.gather_attention(
-                q, ring, window, main, entries, sink, turn, counters=kept, **more
-            )
+            attention.gather_attention(q, ring, window, main, entries, sink, turn, **more)
 
         def full(x, q, index_q, window, entries, overlap, turn=turn, keys=keys, tables=tables,
                  visible=visible, blocks=blocks, weights=weights, context=context):  # fmt: skip

@@ -34,12 +34,8 @@ from finwhale.decode_kernels.launch import (
     overlap_options,
     wait_for_earlier,
 )
-from finwhale.decode_kernels.tiles import counters as new_counters
-from finwhale.decode_kernels.tiles import last_to_arrive
 
 _LOG2_E = 1.4426950408889634
-# Numbers that a thread has under way when its program adds stretches: they fit its registers.
-_UNDER_WAY = 128
 
 
 class GatherAttentionUnsupportedError(ValueError):
@@ -51,8 +47,6 @@ class AttentionLaunch:
     """Heads and slots of a program, stretches of a query, and how the programs are compiled.
 
     With shares=2, two programs make the same scores and each sums half of the channels.
-    fused  the last program of its heads and channels adds their stretches, instead of a second
-           launch; one processor then reads them all, which pays while they are few
     """
 
     heads: int
@@ -61,7 +55,6 @@ class AttentionLaunch:
     num_warps: int
     num_stages: int = 2
     shares: int = 1
-    fused: bool = False
 
 
 # From which T on a launch serves, and the one that serves every T alike.
@@ -69,25 +62,22 @@ class AttentionLaunch:
 _LAUNCHES = {
     "any": {
         256: AttentionLaunch(heads=64, keys=32, splits=1, num_warps=4, shares=2),
-        64: AttentionLaunch(heads=64, keys=32, splits=2, num_warps=4, shares=2, fused=True),
+        64: AttentionLaunch(heads=64, keys=32, splits=2, num_warps=4, shares=2),
         8: AttentionLaunch(heads=64, keys=32, splits=10, num_warps=4, shares=2),
         1: AttentionLaunch(heads=16, keys=32, splits=20, num_warps=8),
     },
 }
-_INVARIANT = {
-    "any": AttentionLaunch(heads=64, keys=32, splits=5, num_warps=4, shares=2, fused=True)
-}
+_INVARIANT = {"any": AttentionLaunch(heads=64, keys=32, splits=5, num_warps=4, shares=2)}
 
 # What `bench/gpu_decode_attention.py` times, and the compiled tests run.
 BENCHED = tuple(
     AttentionLaunch(
-        heads=heads, keys=keys, splits=splits, num_warps=warps, num_stages=stages, shares=shares,
-        fused=fused,
+        heads=heads, keys=keys, splits=splits, num_warps=warps, num_stages=stages, shares=shares
     )
     for heads, keys, warps, stages, shares in (
         (16, 32, 8, 2, 1), (64, 32, 4, 2, 2), (64, 32, 4, 3, 2),
     )
-    for splits, fused in ((1, False), (5, False), (5, True))
+    for splits in (1, 5)
 )  # fmt: skip
 
 
@@ -222,7 +212,6 @@ def _add_stretches(
     total = tl.zeros(heads.shape, tl.float32)
     even = tl.zeros([heads.shape[0], OWN], tl.float32)
     odd = tl.zeros([heads.shape[0], OWN], tl.float32)
-    # One order for all who call, so that both ways give the same bits.
     for split in tl.static_range(SPLITS):
         weight = tl.exp2(tops[split] - shift)
         total = tl.fma(weight, totals[split], total)
@@ -237,15 +226,14 @@ def _add_stretches(
 @triton.jit
 def _split_kernel(
     q_ptr, ring_ptr, ring_scale_ptr, window_ptr, main_ptr, entry_ptr, sink_ptr, rotation_ptr,
-    out_ptr, sums_ptr, stats_ptr, count_ptr, T, W, K, factor,
+    out_ptr, sums_ptr, stats_ptr, T, W, K, factor,
     H: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, KEYS: tl.constexpr,
-    SPLITS: tl.constexpr, SHARES: tl.constexpr, R2: tl.constexpr, IS_FUSED: tl.constexpr,
-    STEP: tl.constexpr, FAST: tl.constexpr, OVERLAP: tl.constexpr,
+    SPLITS: tl.constexpr, SHARES: tl.constexpr, R2: tl.constexpr, FAST: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Sum HEADS heads of a query over a stretch of slots, for all channels or every SHARES-th part.
 
     With two shares a program reads all channels for its scores and adds up half of them.
-    STEP  heads of which a fused launch adds the stretches at a time
     """
     wait_for_earlier(OVERLAP)
     OWN: tl.constexpr = HALF // SHARES
@@ -313,16 +301,6 @@ def _split_kernel(
         at = at[:, None] * OWN + column[None, :]
         tl.store(sums_ptr + at, sum_even, mask=(heads < H)[:, None])
         tl.store(sums_ptr + at + OWN, sum_odd, mask=(heads < H)[:, None])
-    if IS_FUSED:
-        count_ptr += t * tl.num_programs(1) + tl.program_id(1)
-        is_last = last_to_arrive(count_ptr, SPLITS)
-        if is_last:
-            for step in tl.static_range(HEADS // STEP):
-                some = tl.program_id(1) // SHARES * HEADS + step * STEP + tl.arange(0, STEP)
-                _add_stretches(
-                    sums_ptr, stats_ptr, sink_ptr, rotation_ptr, out_ptr, t, T, some, share,
-                    H, HALF, SPLITS, SHARES, R2,
-                )  # fmt: skip
 
 
 @triton.jit
@@ -381,12 +359,8 @@ def gather_attention(
     invariant: bool = False,
     overlap: bool = False,
     launch: AttentionLaunch | None = None,
-    counters: Tensor | None = None,
 ) -> Tensor:
     """Return [T, H, D] bf16; the contract of `attention_refs.gather_attention_ref`.
-
-    counters  zeroed int32 of a fused launch, kept by the caller; None: made here. A launch leaves
-              them zeroed; launches that may overlap need counters of their own
 
     Sums are fp32; probabilities are rounded to bf16 relative to the running maximum of their
     stretch, where D04 takes the final one.
@@ -403,20 +377,10 @@ def gather_attention(
     splits, shares = launch.splits, launch.shares
     tile_heads = min(launch.heads, max(16, triton.next_power_of_2(heads)))
     grid = splits, -(-heads // tile_heads) * shares, tokens
-    is_fused = launch.fused and splits > 1
-    sums = stats = count = out
+    sums = stats = out
     if splits > 1:
         sums = torch.empty(tokens, splits, heads, dim, dtype=torch.float32, device=q.device)
         stats = torch.empty(tokens, splits, shares, heads, 2, dtype=torch.float32, device=q.device)
-    step = 1
-    if is_fused:
-        count = new_counters(q.device, grid[1] * tokens) if counters is None else counters
-        if len(count) < grid[1] * tokens:
-            raise GatherAttentionUnsupportedError(
-                f"counters: {len(count)}, expected at least {grid[1] * tokens}"
-            )
-        least = _UNDER_WAY * 32 * launch.num_warps // (splits * dim // shares)
-        step = min(tile_heads, triton.next_power_of_2(least + 1) // 2) or 1
     half_turn = 0 if rotation is None else rotation.shape[-1]
     turn = sink if rotation is None else rotation
     words = out.view(torch.int32)
@@ -425,12 +389,11 @@ def gather_attention(
     _split_kernel[grid](
         q.contiguous().view(torch.int32), ring.view(torch.int16), ring,
         window_index, ring if main is None else main, entry_index, sink, turn,
-        words, sums, stats, count, tokens, width, chosen, dim**-0.5 * _LOG2_E,
-        HEADS=tile_heads, KEYS=launch.keys, IS_FUSED=is_fused, STEP=step,
-        FAST=not is_interpreted(_split_kernel),
+        words, sums, stats, tokens, width, chosen, dim**-0.5 * _LOG2_E,
+        HEADS=tile_heads, KEYS=launch.keys, FAST=not is_interpreted(_split_kernel),
         num_warps=launch.num_warps, num_stages=launch.num_stages, **sizes,
     )  # fmt: skip
-    if splits > 1 and not is_fused:
+    if splits > 1:
         _combine_kernel[(heads * shares, tokens)](
             sums, stats, sink, turn, words, tokens, num_warps=8 // shares, **sizes
         )

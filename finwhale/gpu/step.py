@@ -258,7 +258,6 @@ class DecodeStep:
             rotation,
             invariant=self.launches.invariant,
             overlap=self.overlap,
-            counters=self.scratch[1],
         )
         z = self.linear(out.flatten(1), layer.wo_a, groups=c.o_groups, round_output=True)
         return self.linear(z, layer.wo_b)

@@ -25,11 +25,11 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KINDS = ["window", "entry", "index_key"]
 
 
-def attend(inputs, splits=3, shares=2, *, heads=16, fused=False, counters=None):
+def attend(inputs, splits=3, shares=2, *, heads=16):
     launch = attention.AttentionLaunch(
-        heads=heads, keys=16, splits=splits, num_warps=4, shares=shares, fused=fused
+        heads=heads, keys=16, splits=splits, num_warps=4, shares=shares
     )
-    return attention.gather_attention(*inputs, launch=launch, counters=counters)
+    return attention.gather_attention(*inputs, launch=launch)
 
 
 def scored(inputs, *pool, keys=32, programs=5, **options):
@@ -64,28 +64,15 @@ def test_gathered_attention_equals_reference(tokens, heads, dim, width, k, turni
     ("heads", "dim", "splits", "shares", "tile"),
     [(20, 64, 2, 2, 16), (40, 128, 5, 1, 64)],
 )
-def test_last_program_adds_stretches_as_a_second_launch_does(heads, dim, splits, shares, tile):
-    """Query 1 sees nothing, and its stretches are all empty; the last case adds in two steps."""
+def test_stretches_are_added_with_the_sink(heads, dim, splits, shares, tile):
+    """Query 1 sees nothing, and its stretches are all empty; heads do not fill the last tile."""
     inputs = cases.attention_inputs(3, heads, dim, 9, 17, DEVICE, turning=16)
-    want = attend(inputs, splits, shares, heads=tile)
-    assert cases.relative(want, refs.gather_attention_ref(*inputs)) < 5e-3
-    kept = torch.zeros(12, dtype=torch.int32, device=DEVICE)
-    for _ in range(2):
-        got = attend(inputs, splits, shares, heads=tile, fused=True, counters=kept)
-        assert torch.equal(got, want)
-        assert not got[1].any()
-        assert not kept.any()
+    got = attend(inputs, splits, shares, heads=tile)
+    assert cases.relative(got, refs.gather_attention_ref(*inputs)) < 5e-3
+    assert not got[1].any()
+    assert torch.equal(attend(inputs, splits, shares, heads=tile), got)
     inputs[5] = inputs[5] + 1
-    assert not torch.equal(attend(inputs, splits, shares, heads=tile, fused=True), want)
-
-
-def test_a_fused_launch_notices_counters_that_do_not_serve():
-    inputs = cases.attention_inputs(3, 5, 64, 9, 20, DEVICE)
-    kept = torch.tensor([0, 9, 0, 0, 0, 0], dtype=torch.int32, device=DEVICE)
-    attend(inputs, fused=True, counters=kept)
-    assert kept.tolist() == [0, 12, 0, 0, 0, 0]  # nobody was the last there
-    with pytest.raises(attention.GatherAttentionUnsupportedError, match="counters"):
-        attend(inputs, fused=True, counters=kept[:5])
+    assert not torch.equal(attend(inputs, splits, shares, heads=tile), got)
 
 
 def test_gathered_attention_reference_equals_the_engines():

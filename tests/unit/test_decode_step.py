@@ -41,8 +41,7 @@ PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6, 5, 3, 5, 8, 9], [7]]
 
 
 def attention_of_the_model(
-    q, ring, window_index, main, entry_index, sink, rotation, *, invariant=False, overlap=False,
-    counters=None,
+    q, ring, window_index, main, entry_index, sink, rotation, *, invariant=False, overlap=False
 ):  # fmt: skip
     """Gathered attention with probabilities rounded as the model rounds them (D04).
 
