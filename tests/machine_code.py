@@ -1,0 +1,114 @@
+"""What the tiled products become for a Hopper GPU, compiled without one: run by its unit test.
+
+    python -m tests.machine_code
+A line of JSON per kernel: the counts of products left under way at each wait ("waits"), and the
+bytes of a word that each call of the FP4 decoder gets together ("bytes"). A process of its own,
+since other tests import the kernels for the interpreter.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from finwhale.decode_kernels import experts_w4, linear_fp8
+from finwhale.decode_kernels.tiles import _by_warp, _dot, _fp8_decoded
+
+SHAPE = {"BM": 16, "EVEN": True, "WARPS": 4, "OVERLAP": 0, "UPCAST": False, "SPLITS": 1}
+
+
+@triton.jit
+def _careless_kernel(x_ptr, w_ptr, out_ptr, groups):
+    """The control: products on top of a sum, which the next step does not wait for."""
+    row, column = tl.arange(0, 16)[:, None], tl.arange(0, 64)[None, :]
+    tile = tl.arange(0, 4)[:, None, None, None] * groups + tl.arange(0, 2)[None, :, None, None]
+    half = tile * 2 + tl.arange(0, 2)[None, None, :, None]
+    at_w = w_ptr + half * 512 + tl.arange(0, 512)[None, None, None, :]
+    acc = tl.zeros([128, 16], tl.float32)
+    for k in range(0, groups, 2):
+        codes = tl.full([4, 2], 127, tl.int32)
+        x = tl.load(x_ptr + row * groups * 32 + column + k * 32)
+        w = _fp8_decoded(tl.load(at_w + k * 1024), codes, False)
+        acc = _dot(_by_warp(w, 4), x, acc, False)
+    tl.store(out_ptr + tl.arange(0, 128)[:, None] * 16 + tl.arange(0, 16)[None, :], acc)
+
+
+def compiled(kernel, constants: dict, dtypes: dict[str, str]):
+    """Compile for sm_90; pointers and sizes are multiples of 16."""
+    names = kernel.arg_names
+    constants = {name: constants[name] for name in names if name in constants}
+    signature = {
+        name: "constexpr"
+        if name in constants
+        else dtypes.get(name, "*i32" if "ptr" in name else "i32")
+        for name in names
+    }
+    aligned = {
+        (place,): [["tt.divisibility", 16]]
+        for place, name in enumerate(names)
+        if name not in constants and (name.endswith("_ptr") or name in ("C", "F", "K", "x_row"))
+    }
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
+    options = {"num_warps": 4, "num_stages": 3}
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm
+
+
+def together(ttgir: str) -> list[int]:
+    """Return, for each call of the FP4 decoder, how many bytes of a word a thread has in a row."""
+    layouts = dict(re.findall(r"^(#\w+) = (#ttg\..*)$", ttgir, re.MULTILINE))
+    found = []
+    for line in ttgir.splitlines():
+        if "elementwise_inline_asm" not in line:
+            continue
+        operand = re.search(r"tensor<[0-9x]+x4xi8, (#\w+)>", line)
+        if operand is None:
+            continue
+        layout = layouts[operand[1]]
+        if "blocked" in layout:
+            sizes = json.loads(re.search(r"sizePerThread = (\[[^\]]*\])", layout)[1])
+            order = json.loads(re.search(r" order = (\[[^\]]*\])", layout)[1])
+            found.append(sizes[-1] if order[0] == len(sizes) - 1 else 1)
+        else:
+            bases = json.loads(re.search(r"register = (\[\[.*?\]\])", layout)[1])
+            last = [base[-1] if not any(base[:-1]) else 0 for base in bases]
+            found.append(4 if last[:2] == [1, 2] else 2 if last[:1] == [1] else 1)
+    return found
+
+
+def main() -> int:
+    pointers = dict.fromkeys(("w_ptr", "s_ptr", "shared_ptr", "shared_s_ptr"), "*u8")
+    halves = dict.fromkeys(("x_ptr", "hidden_ptr", "out_ptr"), "*bf16")
+    floats = {"part_ptr": "*fp32", "weights_ptr": "*fp32", "turn_ptr": "*fp32", "limit": "fp32"}
+    dtypes = pointers | halves | floats
+    kernels = {
+        "gate and up": (experts_w4._gate_up_kernel, {"HALF": 64, "BK": 128, "ONE": False}),
+        "down": (experts_w4._down_kernel, {"BN": 128, "BK": 128, "ONE": True}),
+        "product": (
+            linear_fp8._linear_kernel,
+            {
+                "KIND": 1, "BN": 64, "BK": 128, "PADDED": 1, "ROUND": True, "HEAD": 0, "R2": 0,
+                "IS_ROW": False,
+            },
+        ),
+        "careless": (_careless_kernel, {}),
+    }  # fmt: skip
+    for name, (kernel, constants) in kernels.items():
+        asm = compiled(
+            kernel, SHAPE | constants, dtypes | ({"out_ptr": "*fp32"} if name == "careless" else {})
+        )
+        waits = [
+            int(n) for n in re.findall(r"wgmma\.wait_group\.sync\.aligned\s+(\d+)", asm["ptx"])
+        ]
+        line = {"kernel": name, "waits": waits, "bytes": together(asm["ttgir"])}
+        sys.stdout.write(json.dumps(line) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

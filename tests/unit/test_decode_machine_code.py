@@ -1,0 +1,50 @@
+"""Two things that only the compiled tile products can get wrong, seen without a GPU.
+
+A product that is under way when its step ends reads registers that the next step writes; and the
+FP4 decoder's assembler takes four bytes of one word, which the compiler's layout must hand it.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="the kernels need triton")
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory):
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.machine_code"],
+        cwd=Path(__file__).parents[2],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert not done.returncode, done.stderr[-2000:]
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return {line.pop("kernel"): line for line in lines}
+
+
+@pytest.mark.parametrize("kernel", ["gate and up", "down", "product"])
+def test_no_product_is_under_way_when_its_step_ends(kernels, kernel):
+    waits = kernels[kernel]["waits"]
+    assert waits
+    assert not any(waits)
+
+
+def test_the_check_sees_products_on_top_of_a_sum(kernels):
+    assert any(kernels["careless"]["waits"])
+
+
+@pytest.mark.parametrize("kernel", ["gate and up", "down"])
+def test_the_decoder_gets_the_four_bytes_of_a_word(kernels, kernel):
+    found = kernels[kernel]["bytes"]
+    assert found
+    assert set(found) == {4}
