@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import platform
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from finwhale import telemetry
+from finwhale import __version__, telemetry
 from finwhale.bench_command import Bench
 from finwhale.cache_command import Cache
 from finwhale.chat_ui.command import Chat
@@ -591,7 +592,7 @@ COMMANDS: dict[str, Any] = {
 }
 _DESCRIPTION = (
     "An open, exact, readable implementation of DeepSeek-V4.1-Flash. "
-    "Example: finwhale inspect flash"
+    "Example: finwhale inspect flash. `finwhale --version` tells which one this is."
 )
 
 
@@ -646,6 +647,10 @@ def _attempt(run: Callable[[], int], *, label: str, debug: bool) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. `arguments` defaults to the process's own."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if list(arguments) == ["--version"]:
+        print(f"{PROG} {__version__}, Python {platform.python_version()}")
+        return 0
     command = tyro.extras.subcommand_cli_from_dict(
         COMMANDS, prog=PROG, description=_DESCRIPTION, args=arguments, config=_MARKERS
     )

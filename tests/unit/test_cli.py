@@ -31,6 +31,7 @@ def run_python(code: str) -> subprocess.CompletedProcess:
     "arguments",
     [
         ["--help"],
+        ["--version"],
         ["generate", "--help"],
         ["shards", "--help"],
         ["inspect", "flash"],
@@ -53,6 +54,11 @@ def test_command_that_only_tells_never_imports_torch(arguments):
     done = run_python(code)
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("heavy: []\n")
+
+
+def test_version_is_that_of_the_package(capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith(f"finwhale {cli.__version__}, Python 3.")
 
 
 def test_command_that_computes_imports_torch():
