@@ -468,6 +468,7 @@ def _site_kernel(
         tl.store(at + C, s1.to(kind), mask=is_first)
         tl.store(at + 2 * C, s2.to(kind), mask=is_first)
         tl.store(at + 3 * C, s3.to(kind), mask=is_first)
+        tl.debug_barrier()  # every row has what the first one writes over
     z = _rounded(((i0 * s0 + i1 * s1) + i2 * s2) + i3 * s3, UPCAST)
     tl.store(z_ptr + token * C + own, z.to(z_ptr.dtype.element_ty), mask=is_first)
     m = (f0 * s0 + f1 * s1) + (f2 * s2 + f3 * s3)
