@@ -392,6 +392,9 @@ def test_splits_of_one_token_are_added_in_order(splits):
     scratch = parts, torch.zeros(64, dtype=torch.int32, device=DEVICE)
     for _ in range(2):  # counters are left clear
         assert torch.equal(experts_w4(x, routing, w, LIMIT, launch, scratch), got)
+    for short in ((parts[:64], scratch[1]), (parts, scratch[1][:3])):
+        with pytest.raises(ValueError, match="scratch"):
+            experts_w4(x, routing, w, LIMIT, launch, short)
 
 
 @SLOW
