@@ -156,10 +156,12 @@ def _chosen(
     score = _sqrt_softplus(logits)
     biased = score + bias
     biased = tl.where(biased == biased, biased, float("-inf"))
-    # Integers in the order of the numbers: a warp finds their largest in one instruction. Without a
-    # comparable score (all NaN) the lowest ids are taken, for only the taken lie below -inf.
+    # Integers in the order of the numbers: a warp finds their largest in one instruction. A score
+    # that is NaN is above all, as in torch, so that it shows in the weights; only the taken lie
+    # below the -inf of a bias that is NaN.
     key = biased.to(tl.int32, bitcast=True)
-    key = tl.where(e < X, key ^ ((key >> 31) & 0x7FFFFFFF), -2147483648)
+    key = tl.where(score == score, key ^ ((key >> 31) & 0x7FFFFFFF), 2147483647)
+    key = tl.where(e < X, key, -2147483648)
     score = score.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     ids = tl.full([KP], XP, tl.int32)
     weights = tl.zeros([KP], tl.int32)
