@@ -627,7 +627,7 @@ def main() -> int:
     parser.add_argument("--experts", type=int, default=96)
     parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
     parser.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS)
-    parser.add_argument("--overlaps", type=int, nargs="+", default=[0], help="of launches: 0 1 2")
+    parser.add_argument("--overlaps", type=int, nargs="+", default=[0], choices=(0, 1))
     parser.add_argument(
         "--tune", nargs="*", choices=TUNED, default=[], help="time launches first, take the best",
     )  # fmt: skip

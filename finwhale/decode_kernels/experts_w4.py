@@ -18,15 +18,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from finwhale.decode_kernels.launch import is_interpreted, launch_for, wait_for_earlier
+from finwhale.decode_kernels.launch import (
+    is_interpreted,
+    launch_for,
+    overlap_options,
+    wait_for_earlier,
+)
 from finwhale.decode_kernels.route import Routing
 from finwhale.decode_kernels.tiles import (
     FP4,
     FP8,
     GROUP,
+    check_scratch,
     counters,
     last_to_arrive,
-    overlap_of,
     round_groups,
     tiled_product,
     to_bf16,
@@ -180,7 +185,7 @@ def _gate_up_kernel(
     index = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
     part_ptr += index * (SPLITS * 2 * HALF)
     count_ptr += index
-    wait_for_earlier(OVERLAP > 0)
+    wait_for_earlier(OVERLAP)
     # The shared expert comes first: its matrices are the largest.
     if slot < 0:
         hidden_ptr += tl.cast(T * k, tl.int64) * F
@@ -237,7 +242,7 @@ def _down_kernel(
     index = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
     part_ptr += index * (SPLITS * BN)
     count_ptr += index
-    wait_for_earlier(OVERLAP > 0)
+    wait_for_earlier(OVERLAP)
     if slot < 0:
         hidden_ptr += tl.cast(T * k, tl.int64) * F
         for start in range(0, T, BM):
@@ -370,7 +375,9 @@ def experts_w4(
     ]
     parts = (hidden, routing.active)  # nobody reads those
     if max(launch.gate_splits, launch.down_splits) > 1 and tokens == 1:
-        parts = _scratch(grids, launch, x.device) if scratch is None else scratch
+        room = _room(grids, launch)
+        parts = scratch or (torch.empty(room[0], device=x.device), counters(x.device, room[1]))
+        check_scratch(parts, *room)
     constants = {
         "BK": columns,
         "BM": 16,
@@ -380,7 +387,7 @@ def experts_w4(
         "num_warps": launch.warps,
         "num_stages": launch.stages,
         **({"maxnreg": launch.registers} if launch.registers else {}),
-        **overlap_of(launch.overlap, x.device),
+        **overlap_options(launch.overlap > 0, x.device),
     }
     chunks, even = zip(
         *(_steps(inner, columns, splits) for inner, _, _, splits in shapes), strict=True
@@ -406,7 +413,8 @@ def _steps(width: int, columns: int, splits: int) -> tuple[int, bool]:
     return -(-steps // splits) * (columns // GROUP), width % columns == 0 and width % 128 == 0
 
 
-def _scratch(grids, launch: ExpertLaunch, device: torch.device) -> tuple[Tensor, Tensor]:
+def _room(grids, launch: ExpertLaunch) -> tuple[int, int]:
+    """Return the numbers and the counters that split sums of one token need."""
     tiles = max(grid[0] * grid[1] for grid in grids)
     rows = max(2 * launch.gate_rows * launch.gate_splits, launch.down_rows * launch.down_splits)
-    return torch.empty(tiles * rows, device=device), counters(device, tiles)
+    return tiles * rows, tiles

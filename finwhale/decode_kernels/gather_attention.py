@@ -1,12 +1,11 @@
 """Decode attention over packed rows: window rows of a ring and selected entries, one softmax.
 
 One query per sequence. A program takes a few heads of one query and a stretch of its slots, gathers
-and unpacks the rows there and leaves an unnormalised sum. The last program to arrive adds the
-stretches in their order, or a second kernel does, with the same bits. Bits depend on the launch, so
-a batch-invariant engine passes `invariant=True`, which takes one launch at every T. It refuses what
-does not fit (`gather_attention_unsupported`). The easy mistake: reading a row behind an empty slot;
-it may hold anything, NaN included. Definition: `attention_refs.gather_attention_ref`.
-Source: spec/backbone.md section 4.5.
+and unpacks the rows there and leaves an unnormalised sum; a second launch adds the stretches in
+their order. Bits depend on the launch, so a batch-invariant engine passes `invariant=True`, which
+takes the same one at every T. It refuses what does not fit (`gather_attention_unsupported`). The
+easy mistake: reading a row behind an empty slot; it may hold anything, NaN included. Definition:
+`attention_refs.gather_attention_ref`. Source: spec/backbone.md section 4.5.
 """
 
 from __future__ import annotations

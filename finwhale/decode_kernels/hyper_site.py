@@ -20,12 +20,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from finwhale.decode_kernels.launch import is_interpreted, launch_for, wait_for_earlier
+from finwhale.decode_kernels.launch import (
+    is_interpreted,
+    launch_for,
+    overlap_options,
+    wait_for_earlier,
+)
 from finwhale.decode_kernels.tiles import (
     GROUP,
     counters,
     last_to_arrive,
-    overlap_of,
     round_groups,
     to_bf16,
 )
@@ -361,7 +365,7 @@ def _streams_kernel(
     t = block * TB + tl.arange(0, TB)
     inside = t < T
     token = t.to(tl.int64)
-    wait_for_earlier(OVERLAP > 0)
+    wait_for_earlier(OVERLAP)
     keep = tl.broadcast_to(inside[:, None], (TB, CS))
     i0, i1, i2, i3 = _row_of_four(incoming_ptr + token * 4, inside)
     if PARTS:
@@ -406,7 +410,7 @@ def _site_end_kernel(
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if part == 0:
         base, scale = _row_constants(base_ptr, scale_ptr)
-        wait_for_earlier(OVERLAP > 0)
+        wait_for_earlier(OVERLAP)
         _coefficients(
             _total(sums_ptr, token, pieces, SP), base, scale, token, C,
             new_pre_ptr, new_post_ptr, new_comb_ptr, iterations, norm_eps, eps, UPCAST,
@@ -414,7 +418,7 @@ def _site_end_kernel(
     else:
         c = (part - 1) * CP + tl.arange(0, CP)
         weight = tl.load(norm_ptr + c, mask=c < C, other=0.0)
-        wait_for_earlier(OVERLAP > 0)
+        wait_for_earlier(OVERLAP)
         s = tl.arange(0, SP)
         at = sums_ptr + token * pieces * _PADDED + (s * _PADDED + 25)
         z = tl.load(z_ptr + token * C + c, mask=c < C, other=0.0)
@@ -446,7 +450,7 @@ def _site_kernel(
     f1 = tl.load(at_fn + C, mask=is_projected, other=0.0)
     f2 = tl.load(at_fn + 2 * C, mask=is_projected, other=0.0)
     f3 = tl.load(at_fn + 3 * C, mask=is_projected, other=0.0)
-    wait_for_earlier(OVERLAP > 0)
+    wait_for_earlier(OVERLAP)
     one = token + tl.arange(0, 1)
     i0, i1, i2, i3 = _row_of_four(incoming_ptr + one * 4, one == token)
     if PARTS:
@@ -464,6 +468,7 @@ def _site_kernel(
             s0, s1, s2, s3, p0 * y, p1 * y, p2 * y, p3 * y, comb_ptr, one, one == token, UPCAST
         )  # fmt: skip
         kind = streams_ptr.dtype.element_ty
+        tl.debug_barrier()  # every row has what the first one writes over
         tl.store(at, s0.to(kind), mask=is_first)
         tl.store(at + C, s1.to(kind), mask=is_first)
         tl.store(at + 2 * C, s2.to(kind), mask=is_first)
@@ -574,7 +579,7 @@ def hyper_site(
     shared = {
         "PARTS": 0 if parts is None else parts.shape[1],
         "UPCAST": is_interpreted(_site_kernel),
-        **overlap_of(launch.overlap, x.device),
+        **overlap_options(launch.overlap > 0, x.device),
     }
     pieces = channels // width
     padded = triton.next_power_of_2(pieces)

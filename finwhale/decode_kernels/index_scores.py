@@ -90,8 +90,9 @@ def _size_bits(values):
 
 
 @triton.jit
-def _without_zero(bits):
-    return tl.where(bits == 0, 0x7F800000, bits)
+def _lowest(bits):
+    """Return the least of sizes but zero, 1.5 below 1 at each exponent: [HEADS]."""
+    return tl.min(tl.where(bits == 0, 0x7F800000, bits ^ 0x400000), 1)
 
 
 @triton.jit
@@ -104,6 +105,17 @@ def _exponent(bits):
 def _is_narrow(largest, smallest):
     """Return whether E5M2 has place for sizes between these two under one factor."""
     return smallest >> 23 >= _exponent(largest) - 28
+
+
+@triton.jit
+def _is_rounded(top, low):
+    """Return whether sizes of powers of two times 1 or 1.5 are MXFP4, by their largest and lowest.
+
+    With 4 or 6 as the largest code, the smallest is 0.5, three exponents below, and 0.75 is none.
+    Below the third exponent of fp32, all such numbers are codes under the smallest scale.
+    """
+    half = (top >> 23) - 3
+    return (half <= 0) | (low >= (half << 23) + 0x400000)
 
 
 @triton.jit
@@ -207,11 +219,10 @@ def _scores_kernel(
     bits0, bits1, bits2, bits3 = _size_bits(q0), _size_bits(q1), _size_bits(q2), _size_bits(q3)
     top0, top1, top2, top3 = tl.max(bits0, 1), tl.max(bits1, 1), tl.max(bits2, 1), tl.max(bits3, 1)
     largest = tl.maximum(tl.maximum(top0, top1), tl.maximum(top2, top3))
-    low0, low1 = tl.min(_without_zero(bits0), 1), tl.min(_without_zero(bits1), 1)
-    low2, low3 = tl.min(_without_zero(bits2), 1), tl.min(_without_zero(bits3), 1)
+    low0, low1, low2, low3 = _lowest(bits0), _lowest(bits1), _lowest(bits2), _lowest(bits3)
     smallest = tl.minimum(tl.minimum(low0, low1), tl.minimum(low2, low3))
-    # Bits that the mantissa of E5M2 has no place for.
-    excess = tl.max((bits0 | bits1 | bits2 | bits3) & 0x1FFFFF, 1)
+    # Bits that no code has.
+    excess = tl.max((bits0 | bits1 | bits2 | bits3) & 0x3FFFFF, 1)
     exponent = _exponent(largest)
     # The largest of a head's values comes to 2^14 .. 2^15, the upper end of E5M2. Rows where then a
     # value of some head lies below its lower end are the business of the wide launch, where each
@@ -225,8 +236,8 @@ def _scores_kernel(
     weights = tl.load(weights_ptr + row, mask=is_head, other=0.0).to(tl.float32)
     weights *= ((exponent - 8) << 23).to(tl.float32, bitcast=True)
     held = (excess == 0) & (largest < 0x7F800000)
-    held = held & _is_narrow(top0, low0) & _is_narrow(top1, low1)
-    held = held & _is_narrow(top2, low2) & _is_narrow(top3, low3)
+    held = held & _is_rounded(top0, low0) & _is_rounded(top1, low1)
+    held = held & _is_rounded(top2, low2) & _is_rounded(top3, low3)
     weights = tl.where(held, weights, float("nan"))
     visible = tl.load(visible_ptr + t).to(tl.int32)
     newest = (visible - 1) // BLOCK

@@ -19,14 +19,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from finwhale.decode_kernels.launch import is_interpreted, launch_for, wait_for_earlier
+from finwhale.decode_kernels.launch import (
+    is_interpreted,
+    launch_for,
+    overlap_options,
+    wait_for_earlier,
+)
 from finwhale.decode_kernels.tiles import (
     BF16,
     FP8,
     GROUP,
+    check_scratch,
     counters,
     last_to_arrive,
-    overlap_of,
     round_groups,
     row_product,
     tile_product,
@@ -115,7 +120,7 @@ def _linear_kernel(
     begin = split * chunk
     end = tl.minimum(begin + chunk, K)
     row = block * BM + tl.arange(0, BM)
-    wait_for_earlier(OVERLAP > 0)
+    wait_for_earlier(OVERLAP)
     if KIND == FP8:
         S: tl.constexpr = BN // 32
         G: tl.constexpr = BK // 32
@@ -288,11 +293,13 @@ def linear_fp8(
             " are rounded"
         )
     grid = (-(-outputs // bn), splits, -(-tokens // bm))
+    tiles = grid[0] * grid[2] if splits > 1 else 0
     if scratch is None:
         scratch = (
-            torch.empty(grid[0] * grid[2] * splits * bm * bn, device=x.device),
-            counters(x.device, grid[0] * grid[2]),
+            torch.empty(tiles * splits * bm * bn, device=x.device),
+            counters(x.device, tiles),
         )
+    check_scratch(scratch, tiles * splits * bm * bn, tiles)
     _linear_kernel[grid](
         x, weight, weight if scales is None else scales, x if turn is None else turn, out, *scratch,
         tokens, outputs, width, x.shape[1], outputs // groups, chunk,
@@ -301,7 +308,8 @@ def linear_fp8(
         ROUND=round_output, PADDED=triton.next_power_of_2(splits), IS_ROW=bm == 1,
         HEAD=head_dim, R2=0 if turn is None else turn.shape[-1],
         WARPS=launch.warps, UPCAST=is_interpreted_here,
-        num_warps=launch.warps, num_stages=launch.stages, **overlap_of(launch.overlap, x.device),
+        num_warps=launch.warps, num_stages=launch.stages,
+        **overlap_options(launch.overlap > 0, x.device),
     )  # fmt: skip
     return out
 

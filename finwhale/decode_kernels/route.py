@@ -18,12 +18,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from finwhale.decode_kernels.launch import is_interpreted, launch_for, wait_for_earlier
+from finwhale.decode_kernels.launch import (
+    is_interpreted,
+    launch_for,
+    overlap_options,
+    wait_for_earlier,
+)
 from finwhale.decode_kernels.tiles import (
     counters,
     last_to_arrive,
-    overlap_of,
-    prefetch_rows,
     row_product,
     tile_product,
 )
@@ -153,10 +156,12 @@ def _chosen(
     score = _sqrt_softplus(logits)
     biased = score + bias
     biased = tl.where(biased == biased, biased, float("-inf"))
-    # Integers in the order of the numbers: a warp finds their largest in one instruction. Without a
-    # comparable score (all NaN) the lowest ids are taken, for only the taken lie below -inf.
+    # Integers in the order of the numbers: a warp finds their largest in one instruction. A score
+    # that is NaN is above all, as in torch, so that it shows in the weights; only the taken lie
+    # below the -inf of a bias that is NaN.
     key = biased.to(tl.int32, bitcast=True)
-    key = tl.where(e < X, key ^ ((key >> 31) & 0x7FFFFFFF), -2147483648)
+    key = tl.where(score == score, key ^ ((key >> 31) & 0x7FFFFFFF), 2147483647)
+    key = tl.where(e < X, key, -2147483648)
     score = score.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     ids = tl.full([KP], XP, tl.int32)
     weights = tl.zeros([KP], tl.int32)
@@ -187,9 +192,7 @@ def _route_kernel(
     n = tl.minimum(place, X - 1)
     begin = split * chunk
     end = tl.minimum(begin + chunk, C)
-    if OVERLAP > 1 and EVEN:
-        prefetch_rows(w_ptr, n, 2 * C, 2 * begin, 2 * BK)
-    wait_for_earlier(OVERLAP > 0)
+    wait_for_earlier(OVERLAP)
     for start in range(0, T, BM):
         row = start + tl.arange(0, BM)
         if BM == 1:
@@ -256,7 +259,7 @@ def _choose_kernel(
     t = tl.program_id(0)
     e, j = tl.arange(0, XP), tl.arange(0, KP)
     bias = tl.load(bias_ptr + e, mask=e < X, other=0.0)
-    wait_for_earlier(OVERLAP > 0)
+    wait_for_earlier(OVERLAP)
     tl.debug_barrier()  # no load crosses it: the bias is on its way before the parts
     chosen_ptr = (count_ptr + 2).to(tl.pointer_type(tl.int64), bitcast=True)
     step = tl.arange(0, PADDED)[:, None]
@@ -369,7 +372,7 @@ def route(
         "KP": max(2, triton.next_power_of_2(k)),
         "XP": triton.next_power_of_2(experts),
         "PADDED": triton.next_power_of_2(splits),
-        **overlap_of(launch.overlap, x.device),
+        **overlap_options(launch.overlap > 0, x.device),
     }
     _route_kernel[(tiles, splits)](
         x, weight, bias, *scratch, *found, tokens, experts, channels, scaling, chunk,

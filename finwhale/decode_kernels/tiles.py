@@ -17,7 +17,6 @@ import triton.language as tl
 from torch import Tensor
 
 from finwhale.decode_kernels.formats import e4m3_value, ue8m0_value
-from finwhale.decode_kernels.launch import overlap_options
 from finwhale.ops.codecs import pack_nibbles, unpack_nibbles
 
 GROUP = 32
@@ -428,22 +427,6 @@ def _dot(x, w, acc, UPCAST: tl.constexpr):
 
 
 @triton.jit
-def prefetch_rows(w_ptr, n, row_bytes, first_byte, BYTES: tl.constexpr):
-    """Ask for bytes first_byte ... + BYTES of rows n of a byte matrix, into the L2 cache."""
-    line = tl.arange(0, BYTES // 128) * 128
-    at = w_ptr.to(tl.int64, bitcast=True) + n.to(tl.int64)[:, None] * row_bytes
-    at += first_byte + line[None, :]
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-        "=r,l",
-        [at],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
 def last_to_arrive(count_ptr, total):
     """Return whether this program is the last of `total` to come here, and clear the counter.
 
@@ -457,15 +440,16 @@ def last_to_arrive(count_ptr, total):
     return is_last
 
 
-def overlap_of(overlap: int, device: torch.device) -> dict[str, int | bool]:
-    """Return the launch options of a kernel with that kind of overlap, where the device has it."""
-    options = overlap_options(overlap > 0, device)
-    return options | {"OVERLAP": overlap if options["OVERLAP"] else 0}
-
-
 def counters(device: torch.device | str, count: int) -> Tensor:
     """Return zeroed counters for kernels whose last program finishes; each launch clears its own.
 
     Two launches that may overlap need counters of their own.
     """
     return torch.zeros(count, dtype=torch.int32, device=device)
+
+
+def check_scratch(scratch: tuple[Tensor, Tensor], parts: int, counted: int) -> None:
+    """Refuse scratch (parts fp32, counters) with less room than a launch needs."""
+    got = scratch[0].numel(), scratch[1].numel()
+    if got[0] < parts or got[1] < counted:
+        raise ValueError(f"scratch: {got} parts and counters, expected {(parts, counted)} or more")

@@ -48,7 +48,7 @@ from finwhale.gpu.places import Places, StepPools
 from finwhale.gpu.weights import LayerWeights, Matrix, StepWeights
 from finwhale.ops.hyper_connection import HyperMix
 
-# Scratch of a split product: at most 1,056 programs' tiles for up to 64 rows, four times for 256.
+# Scratch of a split product; the tables' largest takes some 2^23 numbers, at 256 rows.
 MAX_ROWS = 256
 _SCRATCH, _COUNTERS = 1 << 24, 1 << 15
 

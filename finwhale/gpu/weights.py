@@ -220,7 +220,7 @@ class _Source:
 
 def _experts(source: _Source, moe) -> ExpertWeights:
     def stack(*names: str) -> tuple[Tensor, Tensor]:
-        codes, scales = [], []
+        packed = []
         for n, expert in enumerate(moe.experts):
             pairs = [
                 source.stored(
@@ -228,12 +228,13 @@ def _experts(source: _Source, moe) -> ExpertWeights:
                 )
                 for x in names
             ]
-            codes.append(torch.cat([pair[0] for pair in pairs]))
-            scales.append(torch.cat([pair[1] for pair in pairs]))
-        try:
-            return pack_fp4_tiles(torch.stack(codes), torch.stack(scales))
-        except ValueError as error:
-            raise GpuUnsupportedError(f"{source.prefix}.ffn.experts: {error}") from None
+            codes, scales = (torch.cat(x) for x in zip(*pairs, strict=True))
+            try:  # one by one: packing takes twenty times the bytes of what it packs
+                packed.append(pack_fp4_tiles(codes, scales))
+            except ValueError as error:
+                raise GpuUnsupportedError(f"{source.prefix}.ffn.experts.{n}: {error}") from None
+        codes, scales = (torch.stack(x) for x in zip(*packed, strict=True))
+        return codes, scales
 
     own = moe.shared_experts
     shared_gate_up = source.tiles(

@@ -167,7 +167,7 @@ def test_sums_of_products_of_codes_are_exact(launch):
         assert (again != got).nonzero()[:, 1].tolist() == [2]
 
 
-@pytest.mark.parametrize("value", [1.125, 2.0**-40, torch.nan, torch.inf])
+@pytest.mark.parametrize("value", [1.125, 1.25, 0.375, 0.125, 2.0**-40, torch.nan, torch.inf])
 def test_a_query_that_was_not_rounded_gives_nan(value):
     inputs = cases.index_inputs(3, 32, 128, 300, DEVICE, per_block=64)
     inputs[4][:] = 300

@@ -236,15 +236,14 @@ def test_overlapping_launches_change_no_bit(tokens, released):
         return y
 
     want = chain(0)
-    for overlap in (1, 2):
-        graph = torch.cuda.CUDAGraph()
-        chain(overlap)
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph):
-            got = chain(overlap)
-        for _ in range(5):
-            graph.replay()
-            assert torch.equal(got, want)
+    graph = torch.cuda.CUDAGraph()
+    chain(1)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        got = chain(1)
+    for _ in range(5):
+        graph.replay()
+        assert torch.equal(got, want)
 
 
 def test_invariant_launches_give_a_token_the_same_bits_in_any_batch(released):

@@ -251,7 +251,9 @@ def test_scores_of_codes_alone_are_exact():
     assert not torch.equal(scored([*inputs[:2], changed, *inputs[3:]])[0], want)
 
 
-@pytest.mark.parametrize("value", [1.125, 2.0**-40, torch.nan, torch.inf])
+# The largest of its group is 2: 1.25 has a bit too many, and beside 2 or more nothing below 0.25
+# nor 0.375 has a code.
+@pytest.mark.parametrize("value", [1.125, 1.25, 0.375, 0.125, 2.0**-40, torch.nan, torch.inf])
 def test_a_query_that_was_not_rounded_gives_nan_and_no_other_does(value):
     inputs = cases.index_inputs(3, 6, 64, 40, DEVICE)
     inputs[4][:] = 40
@@ -264,6 +266,18 @@ def test_a_query_that_was_not_rounded_gives_nan_and_no_other_does(value):
     assert best[1, :-1].isneginf().all()  # a NaN is the best of no block
     inputs[0][1, 4, 33] = 1.5
     assert not scored(inputs)[0].isnan().any()
+
+
+@pytest.mark.parametrize("exponent", [-126, -123, -122, 0, 120])
+@pytest.mark.parametrize("most", [8, 6, 2])
+def test_every_group_of_codes_is_a_rounded_query(exponent, most):
+    """All codes up to a largest one, under the smallest scales and large ones."""
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])[:most].double() * 2.0**exponent
+    group = torch.cat((values, -values)).repeat(16)[:32]
+    q = torch.stack((group, torch.zeros(32))).flatten().bfloat16().view(1, 1, 64).to(DEVICE)
+    inputs = cases.index_inputs(1, 1, 64, 40, DEVICE)
+    got, _ = scored([q, *inputs[1:]])
+    assert not got.isnan().any()
 
 
 def test_a_key_whose_scale_is_not_a_number_has_no_score():

@@ -299,7 +299,17 @@ def test_route_without_a_comparable_score_takes_the_lowest_ids_once(launch):
 
 
 @LAUNCHES
-def test_route_takes_the_lowest_id_of_equal_scores_and_ignores_nan(launch):
+def test_route_shows_a_score_that_is_nan(launch):
+    x, w, bias = logits_inputs(3, 12, 64)
+    w[7, 5] = torch.nan
+    found = route(x, w, bias, 4, 1.5, launch)
+    assert torch.equal(found.ids, route_ref(x, w, bias, 4, 1.5).ids)
+    assert (found.ids[:, 0] == 7).all()
+    assert found.weights.isnan().all()
+
+
+@LAUNCHES
+def test_route_takes_the_lowest_id_of_equal_scores_and_ignores_a_bias_that_is_nan(launch):
     x, w, bias = logits_inputs(2, 40, 64)
     w[8:24] = w[5]
     bias = torch.zeros_like(bias)
@@ -392,6 +402,9 @@ def test_splits_of_one_token_are_added_in_order(splits):
     scratch = parts, torch.zeros(64, dtype=torch.int32, device=DEVICE)
     for _ in range(2):  # counters are left clear
         assert torch.equal(experts_w4(x, routing, w, LIMIT, launch, scratch), got)
+    for short in ((parts[:64], scratch[1]), (parts, scratch[1][:3])):
+        with pytest.raises(ValueError, match="scratch"):
+            experts_w4(x, routing, w, LIMIT, launch, short)
 
 
 @SLOW

@@ -232,6 +232,14 @@ def test_empty_and_refused_inputs():
     with pytest.raises(LinearUnsupportedError, match="tiles of 16 rows"):
         linear_fp8(x, codes, scales, launch=replace(SMALL, rows=16))
     assert linear_fp8(x[:0], codes, scales).shape == (0, 64)
+    x_wide, *wide = inputs(2, 64, 256)
+    room = torch.empty(2 * 16 * 64), torch.zeros(1, dtype=torch.int32)  # two splits of one tile
+    room = tuple(t.to(DEVICE) for t in room)
+    got = linear_fp8(x_wide, *wide, launch=SMALL, scratch=room)
+    agree(got, linear_fp8_ref(x_wide, *wide), 8e-3)
+    for short in ((room[0][1:], room[1]), (room[0], room[1][1:])):
+        with pytest.raises(ValueError, match="scratch"):
+            linear_fp8(x_wide, *wide, launch=SMALL, scratch=short)
     w = unpack_fp8_tiles(codes).bfloat16()
     with pytest.raises(LinearUnsupportedError, match="expected a multiple of 32"):
         linear_fp8(x[:, :48].contiguous(), w[:, :48].contiguous(), None)

@@ -1,6 +1,9 @@
 """The hyper-connection site of the decode step, in Triton's interpreter or compiled on a GPU."""
 
 import os
+import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -24,6 +27,26 @@ SLOW = pytest.mark.slow  # in the interpreter; compiled they are fast
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 APART = SiteLaunch(channels=32, warps=4, apart=True)
 NUMBERS = {"iterations": 20, "norm_eps": 1e-20, "eps": 1e-6}
+# What one launch compiles to for an H200; needs no GPU, but a kernel that is not interpreted.
+MACHINE_CODE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from finwhale.decode_kernels.hyper_site import _site_kernel as kernel
+constants = dict(CS=64, SP=64, CA=4096, CB=32, PARTS=7, OVERLAP=False, UPCAST=False)
+kinds = {"streams": "bf16", "parts": "bf16", "norm": "bf16", "x": "bf16", "rounded": "bf16",
+         "z": "bf16", "count": "i32"}
+def kind(name):
+    if name in constants:
+        return "constexpr"
+    if name.endswith("_ptr"):
+        return "*" + kinds.get(name[:-4], "fp32")
+    return "i32" if name in ("C", "iterations") else "fp32"
+names = kernel.arg_names
+aligned = {(n,): [["tt.divisibility", 16]] for n, x in enumerate(names) if "_ptr" in x or x == "C"}
+source = ASTSource(kernel, {x: kind(x) for x in names}, constants, aligned)
+print(triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"])
+"""
 
 
 def inputs(tokens, channels, parts=2, seed=0):
@@ -113,6 +136,23 @@ def test_a_row_wider_than_one_piece_of_its_norm(apart):
     wrong = (*args[:4], args[4]._replace(norm=args[4].norm.roll(1)))
     x = run(hyper_site, wrong, launch=launch)[1].x
     assert float((x[:, 4096:] != want[1].x[:, 4096:]).float().mean()) > 0.5
+
+
+@pytest.mark.timeout(120)
+def test_streams_are_written_behind_a_barrier():
+    """Warps load what one of them writes over; the interpreter, one thread, cannot tell."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    run = subprocess.run(
+        [sys.executable, "-c", MACHINE_CODE], env=environment, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert not run.returncode, run.stderr[-1000:]
+    found = re.findall(r"(ld|st)\.global|(bar)\.sync", run.stdout)
+    order = [memory or barrier for memory, barrier in found]
+    before = order[: order.index("st")]
+    assert before.count("ld") > 20
+    assert before[-1] == "bar"
+    assert order[len(before) + 1 :].count("st") > 8
 
 
 @pytest.mark.parametrize("launch", [None, APART], ids=["table", "apart"])

@@ -71,6 +71,18 @@ def test_weights_that_no_file_holds_are_refused_by_name(model):
         pack_backbone(build(CONFIG, Numerics()), "cpu")
 
 
+def test_scales_that_no_tile_holds_are_refused_by_name():
+    changed = stored_model(CONFIG)
+    for matrix, name in (
+        (changed.layers[1].ffn.experts[1].w2, r"layers\.1\.ffn\.experts\.1: scales"),
+        (changed.layers[0].attn.wq_b, r"layers\.0\.attn\.wq_b: scales"),
+    ):
+        with torch.no_grad():
+            matrix.weight.mul_(2.0**40)
+        with pytest.raises(GpuUnsupportedError, match=name):
+            pack_backbone(changed, "cpu")
+
+
 @pytest.mark.parametrize(
     ("field", "value"), [("head_dim", 32), ("index_head_dim", 32), ("hc_mult", 2)]
 )
