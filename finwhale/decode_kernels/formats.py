@@ -178,14 +178,18 @@ def ceil_power_of_two(x):
 
 @triton.jit
 def e4m3_code(x):
-    """Return E4M3 codes (int32) of fp32 values, nearest and ties to even, saturating at 448."""
+    """Return E4M3 codes (int32) of fp32 values, nearest and ties to even, saturating at 448.
+
+    A NaN stays one; compiled, the lesser of it and 448 would be 448.
+    """
     bits = x.to(tl.int32, bitcast=True)
     size = tl.minimum(tl.abs(x), 448.0)
     own = size.to(tl.int32, bitcast=True)
     normal = ((own + 0x7FFFF + ((own >> 20) & 1)) >> 20) - ((127 - 7) << 3)
     # Below 2^-6 the code counts steps of 2^-9; the addition rounds as the format does.
     small = (size * 512.0 + 8388608.0).to(tl.int32, bitcast=True) & 15
-    return tl.where(size < 0.015625, small, normal) | ((bits >> 24) & 128)
+    code = tl.where(size < 0.015625, small, normal) | ((bits >> 24) & 128)
+    return tl.where(x == x, code, 127)
 
 
 @triton.jit

@@ -572,7 +572,9 @@ def hyper_site(
     while channels % width:
         width //= 2
     if width < GROUP:  # the scratch has room for slices of a group
-        raise SiteUnsupportedError(f"launch: slices of {width} channels, expected at least {GROUP}")
+        raise SiteUnsupportedError(
+            f"hyper_site: launch: slices of {width} channels, expected at least {GROUP}"
+        )
     scratch = site_scratch(tokens, channels, x.device) if scratch is None else scratch
     unread = out.mix  # pointers that PARTS = 0 never follows
     old = unread if before is None else before

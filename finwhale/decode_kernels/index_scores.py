@@ -43,7 +43,7 @@ class ScoresLaunch:
     num_stages: int = 1
 
 
-# Chosen by counting what Hopper would execute; a full scan, and the candidate pool.
+# A full scan, measured on Hopper alone, and the candidate pool, not compared with others there.
 _LAUNCHES = {"any": ScoresLaunch(keys=64, programs=132 * 7, num_warps=4)}
 _WIDE_PROGRAMS = 132  # over all rows, of the launch for queries of a wide range
 _POOL_LAUNCHES = {"any": ScoresLaunch(keys=64, programs=132 * 6, num_warps=4)}

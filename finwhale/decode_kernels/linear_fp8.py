@@ -1,4 +1,4 @@
-"""Products with an FP8 or BF16 matrix for 1 to 64 rows: y = x W^T, the matrix read once.
+"""Products with an FP8 or BF16 matrix of few rows: y = x W^T, the matrix read once per 64 rows.
 
 The release rounds the input of every FP8 matrix to FP8 in groups of 32; here that is the business
 of whoever makes the input, once, and not of each product: `round_output` rounds what this product

@@ -445,6 +445,9 @@ def test_a_row_without_a_code_is_remembered(value):
     finite = torch.ones(7, dtype=torch.bool, device=DEVICE)
     rows_kernels.store_rows("window", x, weight, turn, pool, rows, cases.EPS, finite=finite)
     assert finite.tolist() == [True, True, True, False, True, True, True]
+    # Its codes say so, too: whoever reads the row gets no number.
+    is_nan = ((pool[:7, :64] & 127) == 127).any(1)
+    assert torch.equal(~is_nan, finite)
 
 
 @pytest.mark.parametrize(
