@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from finwhale.decode_kernels.formats import e4m3_value, ue8m0_value
+from finwhale.decode_kernels.formats import bf16_rounded, e4m3_value, ue8m0_value
 from finwhale.ops.codecs import pack_nibbles, unpack_nibbles
 
 GROUP = 32
@@ -165,13 +165,7 @@ def _places() -> list[tuple[int, int, int, int]]:
 @triton.jit
 def to_bf16(x, UPCAST: tl.constexpr):
     """Round fp32 to the nearest bf16, as fp32. The interpreter's own cast cuts the bits off."""
-    if UPCAST:
-        bits = x.to(tl.int32, bitcast=True)
-        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
-        y = tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
-    else:
-        y = x.to(tl.bfloat16).to(tl.float32)
-    return y
+    return bf16_rounded(x) if UPCAST else x.to(tl.bfloat16).to(tl.float32)
 
 
 @triton.jit

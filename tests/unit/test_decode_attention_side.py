@@ -183,6 +183,14 @@ def rounded_index_inputs(tokens, heads, columns):
     return [x.to(DEVICE) for x in (q, weights, packed, tables, visible)]
 
 
+def exact_scores(q, weights, keys):
+    """Return the scores of two rows of 70 entries in float64, and the sums of absolute terms."""
+    rows = paged_reads.unpack_index(keys, "fp4", 128).double().view(2, -1, 128)[:, :70]
+    dots = (q.double() @ rows.transpose(1, 2)).relu()
+    weights = weights[:, :, None].double()
+    return (dots * weights).sum(1), (dots * weights.abs()).sum(1)
+
+
 def index_codes(tokens, heads, columns):
     """Return inputs without scales, all sixteen codes, and the scores as sums of integers."""
     g = cases.generator(4)
@@ -208,10 +216,7 @@ def test_scores_of_rounded_queries_with_scales_of_their_own_are_the_exact_sums()
     """Compared in float64; scales of groups differ by up to 2^16, codes and signs are random."""
     q, weights, keys, tables, visible = rounded_index_inputs(2, 6, 70)
     got = scored([q, weights, keys, tables, visible, 16, 70])[0].double()
-    rows = paged_reads.unpack_index(keys, "fp4", 128).double().view(2, -1, 128)[:, :70]
-    dots = (q.double() @ rows.transpose(1, 2)).relu()
-    want = (dots * weights[:, :, None].double()).sum(1)
-    sizes = (dots * weights[:, :, None].double().abs()).sum(1)
+    want, sizes = exact_scores(q, weights, keys)
     assert ((got - want).abs() <= 1e-6 * sizes).all()
     assert (want != 0).any()
     keys[:, 64] += 1  # the scale of the first group
@@ -229,10 +234,7 @@ def test_groups_of_a_query_may_be_far_apart(shift):
     q = q.bfloat16()
     keys[::2, :16], keys[::2, 32:64] = 0, 0
     got = scored([q, weights, keys, tables, visible, 16, 70])[0].double()
-    rows = paged_reads.unpack_index(keys, "fp4", 128).double().view(2, -1, 128)[:, :70]
-    dots = (q.double() @ rows.transpose(1, 2)).relu()
-    want = (dots * weights[:, :, None].double()).sum(1)
-    sizes = (dots * weights[:, :, None].double().abs()).sum(1)
+    want, sizes = exact_scores(q, weights, keys)
     assert ((got - want).abs() <= 1e-6 * sizes).all()
     without = q.clone()
     without[:, 2, 32:64] = 0
