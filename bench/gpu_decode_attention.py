@@ -28,6 +28,7 @@ from finwhale.decode_kernels import gather_attention as attention
 from finwhale.decode_kernels import index_scores as scoring
 from finwhale.decode_kernels import select_topk as selection
 from finwhale.decode_kernels import store_rows as rows_kernels
+from finwhale.decode_kernels.launch import Overlap
 from finwhale.ops.rope import rope_frequencies, rope_rotation
 
 HEADS, DIM, WINDOW, TOPK, INDEX_HEADS, INDEX_DIM = 64, 512, 128, 512, 32, 128
@@ -311,7 +312,9 @@ def chain_part(bench: GpuLines, everything: bool) -> None:
         def attend(x, q, _, window, entries, overlap, turn=turn, ring=ring, main=main, rows=rows):
             more = {"overlap": overlap}
             rows_kernels.store_rows("window", x, ones, turn, ring, rows, 1e-20, None, q, **more)
-            attention.gather_attention(q, ring, window, main, entries, sink, turn, **more)
+            attention.gather_attention(
+                q, ring, window, main, entries, sink, turn, overlaps=(overlap, overlap)
+            )
 
         def full(x, q, index_q, window, entries, overlap, turn=turn, keys=keys, tables=tables,
                  visible=visible, blocks=blocks, weights=weights, context=context):  # fmt: skip
@@ -329,7 +332,7 @@ def chain_part(bench: GpuLines, everything: bool) -> None:
                 f"overlap={overlap}": lambda layer=layer, overlap=overlap, sets=sets: [
                     lambda s=s: layer(*s, overlap) for s in sets
                 ]
-                for overlap in (False, True)
+                for overlap in (Overlap.NONE, Overlap.AT_END)
             }
             bench.compare(f"chain: {name}", {"T": tokens, "context": context}, forms, 0.0)
         del keys, sets, main, ring

@@ -2,7 +2,8 @@
 
     python -m tests.machine_code
 A line of JSON per kernel: the counts of products left under way at each wait ("waits"), and the
-bytes of a word that each call of the FP4 decoder gets together ("bytes"). A process of its own,
+bytes of a word that each call of a decoder gets together ("bytes"), and what the machine code reads
+before it waits for the launch before ("early": loads of 16 bytes). A process of its own,
 since other tests import the kernels for the interpreter.
 """
 
@@ -10,7 +11,10 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import triton
 import triton.language as tl
@@ -20,7 +24,9 @@ from triton.compiler import ASTSource
 from finwhale.decode_kernels import experts_w4, linear_fp8
 from finwhale.decode_kernels.tiles import _by_warp, _dot, _fp8_decoded
 
-SHAPE = {"BM": 16, "EVEN": True, "WARPS": 4, "OVERLAP": 0, "UPCAST": False, "SPLITS": 1}
+SHAPE = {
+    "BM": 16, "EVEN": True, "WARPS": 4, "OVERLAP": 2, "UPCAST": False, "SPLITS": 1, "AHEAD": 4,
+}  # fmt: skip
 
 
 @triton.jit
@@ -60,7 +66,7 @@ def compiled(kernel, constants: dict, dtypes: dict[str, str]):
 
 
 def together(ttgir: str) -> list[int]:
-    """Return, for each call of the FP4 decoder, how many bytes of a word a thread has in a row."""
+    """Return, for each call of a decoder, how many bytes of a word a thread has in a row."""
     layouts = dict(re.findall(r"^(#\w+) = (#ttg\..*)$", ttgir, re.MULTILINE))
     found = []
     for line in ttgir.splitlines():
@@ -81,6 +87,17 @@ def together(ttgir: str) -> list[int]:
     return found
 
 
+def early(asm) -> int:
+    """Return how many loads of 16 bytes to registers stand before the wait for earlier launches."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(asm["cubin"])
+        file.flush()
+        tool = str(Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm")
+        text = subprocess.run([tool, "-c", file.name], capture_output=True, text=True, check=True)
+    before, wait, _ = text.stdout.partition("ACQBULK")
+    return before.count("LDG.E.128") if wait else 0
+
+
 def main() -> int:
     pointers = dict.fromkeys(("w_ptr", "s_ptr", "shared_ptr", "shared_s_ptr"), "*u8")
     halves = dict.fromkeys(("x_ptr", "hidden_ptr", "out_ptr"), "*bf16")
@@ -92,7 +109,7 @@ def main() -> int:
         "product": (
             linear_fp8._linear_kernel,
             {
-                "KIND": 1, "BN": 64, "BK": 128, "PADDED": 1, "ROUND": True, "HEAD": 0, "R2": 0,
+                "KIND": 1, "BN": 64, "BK": 128, "ONE": True, "ROUND": True, "HEAD": 0, "R2": 0,
                 "IS_ROW": False,
             },
         ),
@@ -105,7 +122,12 @@ def main() -> int:
         waits = [
             int(n) for n in re.findall(r"wgmma\.wait_group\.sync\.aligned\s+(\d+)", asm["ptx"])
         ]
-        line = {"kernel": name, "waits": waits, "bytes": together(asm["ttgir"])}
+        line = {
+            "kernel": name,
+            "waits": waits,
+            "bytes": together(asm["ttgir"]),
+            "early": early(asm),
+        }
         sys.stdout.write(json.dumps(line) + "\n")
     return 0
 

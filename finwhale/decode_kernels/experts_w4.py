@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from finwhale.decode_kernels.launch import (
+    Overlap,
     is_interpreted,
     launch_for,
     overlap_options,
@@ -31,8 +32,8 @@ from finwhale.decode_kernels.tiles import (
     GROUP,
     check_scratch,
     counters,
-    last_to_arrive,
     round_groups,
+    sum_of_splits,
     tiled_product,
     to_bf16,
     unpack_fp4_tiles,
@@ -71,9 +72,13 @@ class ExpertLaunch:
     gate_rows   rows of gate, and as many of up, of a program; a multiple of 32
     down_rows   rows of w2 of a program; a multiple of 32
     columns     of a step, a multiple of 32
-    *_splits    of the columns over programs where there is one token; the last to arrive adds
     registers   at most so many per thread, so that more programs fit; 0: as compiled
-    overlap     1: the launch begins under the end of the one before
+
+    Where there is one token, columns are split over programs, the last of which adds:
+
+    gate_splits    of gate and up
+    shared_splits  of the shared expert's w2, whose programs would be the last to end: it has twice
+                   the bytes of another
     """
 
     gate_rows: int
@@ -82,17 +87,16 @@ class ExpertLaunch:
     warps: int
     stages: int
     gate_splits: int = 1
-    down_splits: int = 1
+    shared_splits: int = 1
     registers: int = 0
-    overlap: int = 0
 
 
 # (one token, up to 16, more) by device family.
 _SAME = ExpertLaunch(gate_rows=64, down_rows=128, columns=128, warps=4, stages=4)
 _LAUNCH: dict[str, tuple[ExpertLaunch, ExpertLaunch, ExpertLaunch]] = {
     "any": (
-        replace(_SAME, stages=3, gate_splits=2, registers=128),
-        replace(_SAME, registers=128),
+        replace(_SAME, stages=3, gate_splits=4, shared_splits=3, registers=128),
+        replace(_SAME, stages=3, registers=128),
         _SAME,
     ),
 }
@@ -108,12 +112,12 @@ BENCHED = tuple(
         warps=warps,
         stages=stages,
         gate_splits=splits,
-        down_splits=down,
+        shared_splits=shared,
         registers=registers,
     )
-    for gate, columns, warps, stages, splits, down, registers in (
+    for gate, columns, warps, stages, splits, shared, registers in (
         (64, 128, 4, 4, 1, 1, 0), (64, 128, 4, 3, 1, 1, 0), (64, 128, 4, 3, 2, 1, 128),
-        (64, 128, 4, 3, 2, 2, 128), (64, 128, 4, 3, 2, 3, 128), (64, 128, 4, 3, 2, 2, 0),
+        (64, 128, 4, 3, 4, 1, 128), (64, 128, 4, 3, 4, 3, 128), (64, 128, 4, 3, 5, 2, 128),
     )
 )  # fmt: skip
 
@@ -139,28 +143,6 @@ def _store_hidden(
     at = rows.to(tl.int64)[:, None] * F + f[None, :]
     keep = inside[:, None] & (f < F)[None, :]
     tl.store(hidden_ptr + at, y.to(hidden_ptr.dtype.element_ty), mask=keep)
-
-
-@triton.jit
-def _whole_sum(
-    acc, part_ptr, count_ptr, split,
-    BM: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr,
-):  # fmt: skip
-    """Return the sum of one token's SPLITS parts [BM, BN], and whether this program has it."""
-    is_last = True
-    if SPLITS > 1:
-        n = tl.arange(0, BN)
-        row = tl.broadcast_to((tl.arange(0, BM) == 0)[:, None], (BM, BN))
-        parts = part_ptr + n
-        at = tl.broadcast_to((parts + split * BN)[None, :], (BM, BN))
-        tl.store(at, acc, mask=row)
-        is_last = last_to_arrive(count_ptr, SPLITS)
-        if is_last:
-            total = tl.zeros([BN], tl.float32)
-            for one in tl.static_range(SPLITS):
-                total += tl.load(parts + one * BN, cache_modifier=".cg")
-            acc = tl.broadcast_to(total[None, :], (BM, BN))
-    return acc, is_last
 
 
 @triton.jit
@@ -193,9 +175,11 @@ def _gate_up_kernel(
             row = start + tl.arange(0, BM)
             acc = tiled_product(
                 x_ptr, row.to(tl.int64) * C, row < T, shared_ptr, shared_s_ptr, strip,
-                g_begin, g_end, groups, FP8, BM, S, G, EVEN, WARPS, UPCAST,
+                g_begin, g_end, groups, 0, 0, FP8, BM, S, G, EVEN, WARPS, 0, OVERLAP, UPCAST,
             )  # fmt: skip
-            acc, is_whole = _whole_sum(acc, part_ptr, count_ptr, split, BM, 2 * HALF, SPLITS)
+            acc, is_whole = sum_of_splits(
+                acc, row < T, part_ptr, count_ptr, split, BM, 2 * HALF, SPLITS, ONE
+            )  # fmt: skip
             one = tl.full([BM], 1.0, tl.float32)
             if is_whole:
                 _store_hidden(acc, hidden_ptr, row, row < T, one, first, F, limit, BM, HALF, UPCAST)
@@ -214,9 +198,11 @@ def _gate_up_kernel(
                 token = tl.zeros([BM], tl.int32) if ONE else pair // k
                 acc = tiled_product(
                     x_ptr, token.to(tl.int64) * C, row < end, w, s, strip,
-                    g_begin, g_end, groups, FP4, BM, S, G, EVEN, WARPS, UPCAST,
+                    g_begin, g_end, groups, 0, 0, FP4, BM, S, G, EVEN, WARPS, 0, OVERLAP, UPCAST,
                 )  # fmt: skip
-                acc, is_whole = _whole_sum(acc, part_ptr, count_ptr, split, BM, 2 * HALF, SPLITS)
+                acc, is_whole = sum_of_splits(
+                    acc, row < end, part_ptr, count_ptr, split, BM, 2 * HALF, SPLITS, ONE
+                )  # fmt: skip
                 if is_whole:
                     _store_hidden(
                         acc, hidden_ptr, row, row < end, weight, first, F, limit, BM, HALF, UPCAST
@@ -237,26 +223,28 @@ def _down_kernel(
     place = tl.program_id(0) * BN + tl.arange(0, BN)
     strip = tl.minimum(tl.program_id(0) * S + tl.arange(0, S), C // 32 - 1)
     groups = F // 32
-    g_begin = split * chunk
-    g_end = tl.minimum(g_begin + chunk, groups)
     index = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
     part_ptr += index * (SPLITS * BN)
     count_ptr += index
     wait_for_earlier(OVERLAP)
     if slot < 0:
         hidden_ptr += tl.cast(T * k, tl.int64) * F
+        begin = split * chunk
+        end = tl.minimum(begin + chunk, groups)
         for start in range(0, T, BM):
             row = (start + tl.arange(0, BM)).to(tl.int64)
             acc = tiled_product(
                 hidden_ptr, row * F, row < T, shared_ptr, shared_s_ptr, strip,
-                g_begin, g_end, groups, FP8, BM, S, G, EVEN, WARPS, UPCAST,
+                begin, end, groups, 0, 0, FP8, BM, S, G, EVEN, WARPS, 0, OVERLAP, UPCAST,
             )  # fmt: skip
-            acc, is_whole = _whole_sum(acc, part_ptr, count_ptr, split, BM, BN, SPLITS)
+            acc, is_whole = sum_of_splits(
+                acc, row < T, part_ptr, count_ptr, split, BM, BN, SPLITS, ONE
+            )  # fmt: skip
             at = (row * (k + 1) + k)[:, None] * C + place[None, :]
             if is_whole:
                 y = to_bf16(acc, UPCAST).to(out_ptr.dtype.element_ty)
                 tl.store(out_ptr + at, y, mask=(row < T)[:, None] & (place < C)[None, :])
-    else:
+    elif split == 0:
         expert = tl.load(active_ptr + slot)
         if expert >= 0:
             begin = slot if ONE else tl.load(starts_ptr + expert)
@@ -270,13 +258,11 @@ def _down_kernel(
                 rank = tl.load(rank_ptr + pair, mask=keep, other=0)
                 acc = tiled_product(
                     hidden_ptr, item.to(tl.int64) * F, keep, w, s, strip,
-                    g_begin, g_end, groups, FP4, BM, S, G, EVEN, WARPS, UPCAST,
+                    0, groups, groups, 0, 0, FP4, BM, S, G, EVEN, WARPS, 0, OVERLAP, UPCAST,
                 )  # fmt: skip
-                acc, is_whole = _whole_sum(acc, part_ptr, count_ptr, split, BM, BN, SPLITS)
                 at = ((pair // k).to(tl.int64) * (k + 1) + rank)[:, None] * C + place[None, :]
-                if is_whole:
-                    y = to_bf16(acc, UPCAST).to(out_ptr.dtype.element_ty)
-                    tl.store(out_ptr + at, y, mask=keep[:, None] & (place < C)[None, :])
+                y = to_bf16(acc, UPCAST).to(out_ptr.dtype.element_ty)
+                tl.store(out_ptr + at, y, mask=keep[:, None] & (place < C)[None, :])
 
 
 def experts_w4_ref(x: Tensor, routing: Routing, w: ExpertWeights, limit: float) -> Tensor:
@@ -344,10 +330,12 @@ def experts_w4(
     limit: float,
     launch: ExpertLaunch | None = None,
     scratch: tuple[Tensor, Tensor] | None = None,
+    overlaps: tuple[int, int] = (Overlap.NONE, Overlap.NONE),
 ) -> Tensor:
     """Same contract as `experts_w4_ref`; products are exact in bf16, sums are fp32.
 
-    scratch  (parts fp32, zeroed counters int32) for launches with splits; None: made here
+    scratch   (parts fp32, zeroed counters int32) for launches with splits; None: made here
+    overlaps  an `Overlap` for each of the two launches
 
     Rows of ids that are -1 are not written: nothing may read them.
     """
@@ -365,7 +353,7 @@ def experts_w4(
     # Width, rows of a program and splits of each product.
     shapes = (
         (channels, width, launch.gate_rows, launch.gate_splits),
-        (width, channels, launch.down_rows, launch.down_splits),
+        (width, channels, launch.down_rows, launch.shared_splits),
     )
     if tokens > 1:
         shapes = tuple((*shape[:3], 1) for shape in shapes)
@@ -374,7 +362,7 @@ def experts_w4(
         for _, rows, tile, splits in shapes
     ]
     parts = (hidden, routing.active)  # nobody reads those
-    if max(launch.gate_splits, launch.down_splits) > 1 and tokens == 1:
+    if max(launch.gate_splits, launch.shared_splits) > 1 and tokens == 1:
         room = _room(grids, launch)
         parts = scratch or (torch.empty(room[0], device=x.device), counters(x.device, room[1]))
         check_scratch(parts, *room)
@@ -387,7 +375,6 @@ def experts_w4(
         "num_warps": launch.warps,
         "num_stages": launch.stages,
         **({"maxnreg": launch.registers} if launch.registers else {}),
-        **overlap_options(launch.overlap > 0, x.device),
     }
     chunks, even = zip(
         *(_steps(inner, columns, splits) for inner, _, _, splits in shapes), strict=True
@@ -397,12 +384,14 @@ def experts_w4(
         routing.weights, routing.order, routing.starts, routing.active, *parts,
         tokens, channels, width, k, limit, chunks[0],
         SPLITS=grids[0][2], HALF=launch.gate_rows, EVEN=even[0], **constants,
+        **overlap_options(overlaps[0], x.device),
     )  # fmt: skip
     _down_kernel[grids[1]](
         hidden, w.down, w.down_scales, w.shared_down, w.shared_down_scales, out,
         routing.order, routing.rank, routing.starts, routing.active, *parts,
         tokens, channels, width, k, chunks[1],
         SPLITS=grids[1][2], BN=launch.down_rows, EVEN=even[1], **constants,
+        **overlap_options(overlaps[1], x.device),
     )  # fmt: skip
     return out
 
@@ -416,5 +405,5 @@ def _steps(width: int, columns: int, splits: int) -> tuple[int, bool]:
 def _room(grids, launch: ExpertLaunch) -> tuple[int, int]:
     """Return the numbers and the counters that split sums of one token need."""
     tiles = max(grid[0] * grid[1] for grid in grids)
-    rows = max(2 * launch.gate_rows * launch.gate_splits, launch.down_rows * launch.down_splits)
+    rows = max(2 * launch.gate_rows * launch.gate_splits, launch.down_rows * launch.shared_splits)
     return tiles * rows, tiles

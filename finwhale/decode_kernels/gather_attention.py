@@ -28,8 +28,10 @@ from finwhale.decode_kernels.formats import (
     ue8m0_value,
 )
 from finwhale.decode_kernels.launch import (
+    Overlap,
     is_interpreted,
     launch_for,
+    let_next_start,
     overlap_options,
     wait_for_earlier,
 )
@@ -286,6 +288,7 @@ def _split_kernel(
         top, total, sum_even, sum_odd = _online_step(
             scores, even, odd, seen, factor, top, total, sum_even, sum_odd, FAST
         )
+    let_next_start(OVERLAP)
     column = tl.arange(0, OWN)
     if SPLITS == 1:
         _finish(
@@ -356,13 +359,15 @@ def gather_attention(
     rotation: Tensor | None = None,
     *,
     invariant: bool = False,
-    overlap: bool = False,
+    overlaps: tuple[int, int] = (Overlap.NONE, Overlap.NONE),
     launch: AttentionLaunch | None = None,
 ) -> Tensor:
     """Return [T, H, D] bf16; the contract of `attention_refs.gather_attention_ref`.
 
     Sums are fp32; probabilities are rounded to bf16 relative to the running maximum of their
     stretch, where D04 takes the final one.
+
+    overlaps  an `Overlap` for each of the two launches
     """
     reason = gather_attention_unsupported(q, ring, main)
     if reason is not None:
@@ -384,16 +389,17 @@ def gather_attention(
     turn = sink if rotation is None else rotation
     words = out.view(torch.int32)
     sizes = {"H": heads, "HALF": dim // 2, "R2": half_turn, "SPLITS": splits, "SHARES": shares}
-    sizes |= overlap_options(overlap, q.device)
     _split_kernel[grid](
         q.contiguous().view(torch.int32), ring.view(torch.int16), ring,
         window_index, ring if main is None else main, entry_index, sink, turn,
         words, sums, stats, tokens, width, chosen, dim**-0.5 * _LOG2_E,
         HEADS=tile_heads, KEYS=launch.keys, FAST=not is_interpreted(_split_kernel),
         num_warps=launch.num_warps, num_stages=launch.num_stages, **sizes,
+        **overlap_options(overlaps[0], q.device),
     )  # fmt: skip
     if splits > 1:
         _combine_kernel[(heads * shares, tokens)](
-            sums, stats, sink, turn, words, tokens, num_warps=8 // shares, **sizes
-        )
+            sums, stats, sink, turn, words, tokens, num_warps=8 // shares, **sizes,
+            **overlap_options(overlaps[1], q.device),
+        )  # fmt: skip
     return out

@@ -21,8 +21,10 @@ import triton.language as tl
 from torch import Tensor
 
 from finwhale.decode_kernels.launch import (
+    Overlap,
     is_interpreted,
     launch_for,
+    let_next_start,
     overlap_options,
     wait_for_earlier,
 )
@@ -66,7 +68,7 @@ class SiteOutput(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SiteLaunch:
-    """Channels of a slice, warps; overlap as in `LinearLaunch`.
+    """Channels of a slice, and warps.
 
     apart  two launches: the projection of 16 tokens at once on the matrix unit, then what needs
            whole rows, the coefficients of a token beside pieces of its norm
@@ -75,7 +77,6 @@ class SiteLaunch:
     channels: int
     warps: int
     apart: bool = False
-    overlap: int = 0
 
 
 # (one token, up to 16, more) by device family.
@@ -396,6 +397,7 @@ def _streams_kernel(
     tl.store(at_sums[:, None] + place, both, mask=inside[:, None])
     u = tl.join(tl.join(s0, s2), tl.join(s1, s3))  # [TB, CS, high bit, low bit of the stream]
     u = tl.reshape(tl.permute(u, (0, 2, 3, 1)), (TB, 4 * CS))
+    let_next_start(OVERLAP)
     acc = _dot_parts(u, fn, tl.zeros([TB, _PADDED], tl.float32), UPCAST)
     tl.store(at_sums[:, None] + row[None, :], acc, mask=inside[:, None] & (row < 24)[None, :])
 
@@ -485,6 +487,7 @@ def _site_kernel(
     weight_b = tl.load(norm_ptr + b, mask=b < C, other=0.0)
     pieces = tl.num_programs(0)
     tl.store(sums_ptr + (token * pieces + piece) * _PADDED + row, tl.sum(m, axis=1))
+    let_next_start(OVERLAP)
     if last_to_arrive(count_ptr + token, pieces):
         at_z = z_ptr + token * C
         za = tl.load(at_z + a, mask=a < C, other=0.0, cache_modifier=".cg")
@@ -553,8 +556,12 @@ def hyper_site(
     eps: float,
     launch: SiteLaunch | None = None,
     scratch: SiteScratch | None = None,
+    overlap: int = Overlap.NONE,
 ) -> SiteOutput:
-    """Same contract as `hyper_site_ref`, up to the order of the fp32 sums."""
+    """Same contract as `hyper_site_ref`, up to the order of the fp32 sums.
+
+    overlap  an `Overlap`
+    """
     reason = site_unsupported(streams, site)
     if reason is not None:
         raise SiteUnsupportedError(f"hyper_site: {reason}")
@@ -581,7 +588,7 @@ def hyper_site(
     shared = {
         "PARTS": 0 if parts is None else parts.shape[1],
         "UPCAST": is_interpreted(_site_kernel),
-        **overlap_options(launch.overlap > 0, x.device),
+        **overlap_options(overlap, x.device),
     }
     pieces = channels // width
     padded = triton.next_power_of_2(pieces)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from finwhale.decode_kernels.formats import bf16_planes, e2m1_as_e4m3
 from finwhale.decode_kernels.launch import (
+    Overlap,
     is_interpreted,
     launch_for,
     overlap_options,
@@ -332,7 +333,7 @@ def index_scores(
     pool_block_size: int = 8,
     *,
     want_best: bool = True,
-    overlap: bool = False,
+    overlap: int = Overlap.NONE,
     launch: ScoresLaunch | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return scores [T, M] and block bests; the contract of `attention_refs.index_scores_ref`.

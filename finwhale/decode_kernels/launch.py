@@ -9,6 +9,7 @@ device's name, which differs between cards that run the same code equally well.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from enum import IntEnum
 from functools import cache
 from typing import TypeVar
 
@@ -40,20 +41,55 @@ def is_interpreted(kernel) -> bool:
     return not isinstance(kernel, triton.runtime.JITFunction)
 
 
+class Overlap(IntEnum):
+    """When a launch lets the next one come up (programmatic dependent launch); all but NONE wait.
+
+    NONE           the launch begins when the one before has ended, and so does the next one
+    AT_END         the next one comes up as the programs of this one end
+    AFTER_READING  when each program has read its weights, and only sums are left
+    AT_ONCE        when each program has begun: for launches of few programs, which leave room
+
+    Programs that come up early take the places that are free then, on few processors, and stay
+    there: a large launch that starts under another large one is badly shared out.
+    """
+
+    NONE = 0
+    AT_END = 1
+    AFTER_READING = 2
+    AT_ONCE = 3
+
+
+_AFTER_READING = tl.constexpr(int(Overlap.AFTER_READING))
+_AT_ONCE = tl.constexpr(int(Overlap.AT_ONCE))
+
+
 @triton.jit
 def wait_for_earlier(OVERLAP: tl.constexpr):
-    """Let the next kernel come up, then wait until all earlier ones have written their results.
+    """Wait until all earlier launches have written their results.
 
-    With OVERLAP (and the launch option `launch_pdl`) a kernel's start hides behind the end of the
-    one before. Each program calls this once, before it reads or writes what another kernel touches;
-    what no kernel of a step writes, weights for instance, may be read earlier.
+    Each program calls this once, before it reads or writes what another launch touches; what no
+    launch of a step writes, weights for instance, may be read earlier. The next launch comes up
+    after this wait, never before: so at its start all launches but this one have ended.
     """
-    if OVERLAP:
-        cuda.gdc_launch_dependents()
+    if OVERLAP > 0:
         cuda.gdc_wait()
+    if OVERLAP == _AT_ONCE:
+        cuda.gdc_launch_dependents()
 
 
-def overlap_options(overlap: bool, device: torch.device) -> dict[str, bool]:
-    """Return the launch options of a kernel that calls `wait_for_earlier`."""
-    able = overlap and device_family(device) in ("hopper", "blackwell")
-    return {"OVERLAP": able, "launch_pdl": able} if able else {"OVERLAP": False}
+@triton.jit
+def let_next_start(OVERLAP: tl.constexpr):
+    """Let the next launch come up once all programs have come here or ended."""
+    if OVERLAP == _AFTER_READING:
+        cuda.gdc_launch_dependents()
+
+
+def overlap_options(overlap: int, device: torch.device) -> dict[str, int]:
+    """Return the launch options of a kernel that calls `wait_for_earlier`.
+
+    A device that cannot do it, and the interpreter, launch one after the other.
+    """
+    is_able = device.type == "cuda" and device_family(device) in ("hopper", "blackwell")
+    if overlap and is_able:
+        return {"OVERLAP": int(overlap), "launch_pdl": True}
+    return {"OVERLAP": 0}

@@ -20,8 +20,10 @@ import triton.language as tl
 from torch import Tensor
 
 from finwhale.decode_kernels.launch import (
+    Overlap,
     is_interpreted,
     launch_for,
+    let_next_start,
     overlap_options,
     wait_for_earlier,
 )
@@ -31,11 +33,13 @@ from finwhale.decode_kernels.tiles import (
     GROUP,
     check_scratch,
     counters,
-    last_to_arrive,
     round_groups,
+    row_ahead,
     row_product,
+    sum_of_splits,
     tile_product,
     tiled_product,
+    tiles_ahead,
     to_bf16,
     unpack_fp8_tiles,
 )
@@ -53,7 +57,8 @@ class LinearLaunch:
                     outputs are rounded
     programs        aimed at; K is split until there are about so many
     block           rows of x per program; 0: by their number. Fixed, a row's sums have one order
-    overlap         1: the launch begins under the end of the one before
+    ahead           groups of 32 columns read before the wait for an earlier launch: 0, 4 or 8 of
+                    FP8; of a BF16 matrix and one row of x, the first step whatever the number
     """
 
     rows: int
@@ -62,14 +67,14 @@ class LinearLaunch:
     warps: int
     stages: int
     block: int = 0
-    overlap: int = 0
+    ahead: int = 0
 
 
 # (one row, up to 16 rows, more) by device family, of FP8 matrices in tiles.
 _TILED = LinearLaunch(rows=64, columns=128, programs=528, warps=4, stages=4)
 _LAUNCH: dict[str, tuple[LinearLaunch, LinearLaunch, LinearLaunch]] = {
     "any": (
-        replace(_TILED, programs=924, stages=3),
+        replace(_TILED, programs=924, stages=3, ahead=4),
         _TILED,
         replace(_TILED, programs=264, stages=3),
     ),
@@ -77,7 +82,7 @@ _LAUNCH: dict[str, tuple[LinearLaunch, LinearLaunch, LinearLaunch]] = {
 # Of BF16 matrices.
 _BF16: dict[str, tuple[LinearLaunch, LinearLaunch, LinearLaunch]] = {
     "any": (
-        LinearLaunch(rows=32, columns=256, programs=1056, warps=4, stages=2),
+        LinearLaunch(rows=32, columns=256, programs=1056, warps=4, stages=2, ahead=8),
         LinearLaunch(rows=64, columns=128, programs=396, warps=4, stages=4),
         LinearLaunch(rows=128, columns=128, programs=264, warps=8, stages=3),
     ),
@@ -91,10 +96,13 @@ _INVARIANT_BF16 = {
 # What `bench/gpu_decode.py --tune` times. Each serves every FP8 product of a layer, also the one
 # that rounds its outputs. 16 or 32 rows for each warp.
 BENCHED = tuple(
-    LinearLaunch(rows=rows, columns=columns, programs=programs, warps=warps, stages=stages)
-    for rows, columns, programs, warps, stages in (
-        (64, 128, 396, 4, 4), (64, 128, 528, 4, 4), (64, 128, 660, 4, 3), (64, 128, 264, 4, 3),
-        (64, 128, 924, 4, 3), (64, 256, 528, 4, 2), (64, 256, 924, 4, 2), (128, 128, 396, 4, 3),
+    LinearLaunch(
+        rows=rows, columns=columns, programs=programs, warps=warps, stages=stages, ahead=ahead
+    )
+    for rows, columns, programs, warps, stages, ahead in (
+        (64, 128, 396, 4, 4, 0), (64, 128, 528, 4, 4, 0), (64, 128, 264, 4, 3, 0),
+        (64, 128, 924, 4, 3, 0), (64, 128, 924, 4, 3, 4), (64, 128, 528, 4, 3, 4),
+        (64, 128, 264, 4, 3, 4), (64, 256, 528, 4, 2, 0), (128, 128, 396, 4, 3, 4),
     )
 )  # fmt: skip
 
@@ -108,9 +116,9 @@ def _linear_kernel(
     x_ptr, w_ptr, s_ptr, turn_ptr, out_ptr, part_ptr, count_ptr,
     T, ROWS, K, x_row, group_rows, chunk,
     KIND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    SPLITS: tl.constexpr, PADDED: tl.constexpr, EVEN: tl.constexpr, ROUND: tl.constexpr,
+    SPLITS: tl.constexpr, ONE: tl.constexpr, EVEN: tl.constexpr, ROUND: tl.constexpr,
     HEAD: tl.constexpr, R2: tl.constexpr, IS_ROW: tl.constexpr, WARPS: tl.constexpr,
-    OVERLAP: tl.constexpr, UPCAST: tl.constexpr,
+    AHEAD: tl.constexpr, OVERLAP: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     tile, split, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     place = tile * BN + tl.arange(0, BN)
@@ -120,41 +128,34 @@ def _linear_kernel(
     begin = split * chunk
     end = tl.minimum(begin + chunk, K)
     row = block * BM + tl.arange(0, BM)
-    wait_for_earlier(OVERLAP)
     if KIND == FP8:
         S: tl.constexpr = BN // 32
         G: tl.constexpr = BK // 32
         strip = tl.minimum(tile * S + tl.arange(0, S), (ROWS + 31) // 32 - 1)
+        packed, words = tiles_ahead(w_ptr, s_ptr, strip, begin // 32, K // 32, S, AHEAD, WARPS)
+    elif IS_ROW:
+        first = row_ahead(w_ptr, n, begin, K, BN, BK) if AHEAD > 0 else 0
+    wait_for_earlier(OVERLAP)
+    if KIND == FP8:
         acc = tiled_product(
             x_group, row.to(tl.int64) * x_row, row < T, w_ptr, s_ptr, strip, begin // 32, end // 32,
-            K // 32, FP8, BM, S, G, EVEN, WARPS, UPCAST,
+            K // 32, packed, words, FP8, BM, S, G, EVEN, WARPS, AHEAD, OVERLAP, UPCAST,
         )  # fmt: skip
     elif IS_ROW:
-        acc = row_product(x_group, w_ptr, n, begin, end, K, BN, BK, EVEN)[None, :]
+        acc = row_product(x_group, w_ptr, n, begin, end, K, first, BN, BK, EVEN, AHEAD > 0)
+        let_next_start(OVERLAP)
+        acc = acc[None, :]
     else:
         acc = tile_product(
             x_group, row.to(tl.int64) * x_row, row < T, w_ptr, n, begin, end, K,
             BM, BN, BK, EVEN, UPCAST,
         )  # fmt: skip
-    is_last = True
-    if SPLITS > 1:
-        index = block * tl.num_programs(0) + tile
-        inner = tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :]
-        parts = part_ptr + tl.cast(index, tl.int64) * (SPLITS * BM * BN) + inner
-        real = tl.broadcast_to((row < T)[:, None], (BM, BN))
-        tl.store(parts + split * (BM * BN), acc, mask=real)
-        is_last = last_to_arrive(count_ptr + index, SPLITS)
-        if is_last:
-            if BM == 1:
-                other = tl.arange(0, PADDED)[:, None]
-                whole = parts + other * BN
-                whole = tl.load(whole, mask=other < SPLITS, other=0.0, cache_modifier=".cg")
-                acc = tl.sum(whole, axis=0)[None, :]
-            else:
-                acc = tl.zeros([BM, BN], tl.float32)
-                for other in tl.static_range(SPLITS):
-                    part = parts + other * (BM * BN)
-                    acc += tl.load(part, mask=real, other=0.0, cache_modifier=".cg")
+        let_next_start(OVERLAP)
+    index = block * tl.num_programs(0) + tile
+    part_ptr += tl.cast(index, tl.int64) * (SPLITS * BM * BN)
+    acc, is_last = sum_of_splits(
+        acc, row < T, part_ptr, count_ptr + index, split, BM, BN, SPLITS, ONE
+    )  # fmt: skip
     if is_last:
         if R2 > 0:
             # RoPE: neighbouring outputs are a pair; only the last 2 * R2 channels of a head turn.
@@ -257,12 +258,13 @@ def linear_fp8(
     out_dtype: torch.dtype = torch.bfloat16,
     launch: LinearLaunch | None = None,
     scratch: tuple[Tensor, Tensor] | None = None,
+    overlap: int = Overlap.NONE,
 ) -> Tensor:
     """Same contract as `linear_fp8_ref`; products are exact in bf16, sums are fp32.
 
     launch   None: by the table
-    scratch  (parts fp32, zeroed counters int32), kept by the caller; None: made here. Launches that
-             may overlap need scratch of their own
+    scratch  (parts fp32, zeroed counters int32), kept by the caller; None: made here
+    overlap  an `Overlap`
     """
     is_fp8 = scales is not None
     width = weight.shape[1] * (GROUP if is_fp8 else 1)
@@ -300,16 +302,18 @@ def linear_fp8(
             counters(x.device, tiles),
         )
     check_scratch(scratch, tiles * splits * bm * bn, tiles)
+    even = width == splits * chunk and chunk % launch.columns == 0 and width % 128 == 0
+    is_ahead = even and (chunk >= launch.ahead * GROUP if is_fp8 else bm == 1)
     _linear_kernel[grid](
         x, weight, weight if scales is None else scales, x if turn is None else turn, out, *scratch,
         tokens, outputs, width, x.shape[1], outputs // groups, chunk,
         KIND=BF16 if scales is None else FP8, BM=bm, BN=bn, BK=launch.columns, SPLITS=splits,
-        EVEN=width == splits * chunk and chunk % launch.columns == 0 and width % 128 == 0,
-        ROUND=round_output, PADDED=triton.next_power_of_2(splits), IS_ROW=bm == 1,
+        EVEN=even, AHEAD=launch.ahead if is_ahead else 0,
+        ROUND=round_output, ONE=tokens == 1, IS_ROW=bm == 1,
         HEAD=head_dim, R2=0 if turn is None else turn.shape[-1],
         WARPS=launch.warps, UPCAST=is_interpreted_here,
         num_warps=launch.warps, num_stages=launch.stages,
-        **overlap_options(launch.overlap > 0, x.device),
+        **overlap_options(overlap, x.device),
     )  # fmt: skip
     return out
 

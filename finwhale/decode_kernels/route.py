@@ -19,14 +19,17 @@ import triton.language as tl
 from torch import Tensor
 
 from finwhale.decode_kernels.launch import (
+    Overlap,
     is_interpreted,
     launch_for,
+    let_next_start,
     overlap_options,
     wait_for_earlier,
 )
 from finwhale.decode_kernels.tiles import (
     counters,
     last_to_arrive,
+    row_ahead,
     row_product,
     tile_product,
 )
@@ -68,7 +71,6 @@ class RouteLaunch:
     stages: int
     block: int = 0
     apart: bool = False
-    overlap: int = 0
 
 
 # (one token, more) by device family.
@@ -184,7 +186,7 @@ def _route_kernel(
     T, X, C, scaling, chunk,
     KEPT: tl.constexpr, KP: tl.constexpr, BX: tl.constexpr, BK: tl.constexpr, BM: tl.constexpr,
     SPLITS: tl.constexpr, PADDED: tl.constexpr, XP: tl.constexpr, EVEN: tl.constexpr,
-    APART: tl.constexpr, OVERLAP: tl.constexpr, UPCAST: tl.constexpr,
+    APART: tl.constexpr, AHEAD: tl.constexpr, OVERLAP: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Parts of the logits; of one token, unless APART, the last program makes the routing too."""
     tile, split = tl.program_id(0), tl.program_id(1)
@@ -192,11 +194,14 @@ def _route_kernel(
     n = tl.minimum(place, X - 1)
     begin = split * chunk
     end = tl.minimum(begin + chunk, C)
+    first = 0
+    if AHEAD:
+        first = row_ahead(w_ptr, n, begin, C, BX, BK)
     wait_for_earlier(OVERLAP)
     for start in range(0, T, BM):
         row = start + tl.arange(0, BM)
         if BM == 1:
-            acc = row_product(x_ptr, w_ptr, n, begin, end, C, BX, BK, EVEN)
+            acc = row_product(x_ptr, w_ptr, n, begin, end, C, first, BX, BK, EVEN, AHEAD)
             acc = acc[None, :]
         else:
             acc = tile_product(
@@ -205,6 +210,7 @@ def _route_kernel(
             )  # fmt: skip
         at = (split * T + row)[:, None] * X + place[None, :]
         tl.store(part_ptr + at, acc, mask=(row < T)[:, None] & (place < X)[None, :])
+    let_next_start(OVERLAP)
     if not APART:
         e, j, step = tl.arange(0, XP), tl.arange(0, KP), tl.arange(0, PADDED)[:, None]
         column = tl.broadcast_to(e[None, :], (PADDED, XP))
@@ -337,8 +343,12 @@ def route(
     scaling: float,
     launch: RouteLaunch | None = None,
     scratch: RouteScratch | None = None,
+    overlap: int = Overlap.NONE,
 ) -> Routing:
-    """Same contract as `route_ref`, up to the order of the fp32 sums, for at most 64 tokens."""
+    """Same contract as `route_ref`, up to the order of the fp32 sums, for at most 64 tokens.
+
+    overlap  an `Overlap`
+    """
     reason = route_unsupported(x, weight, k)
     if reason is not None:
         raise RouteUnsupportedError(f"route: {reason}")
@@ -367,17 +377,19 @@ def route(
     scratch = route_scratch(tokens, experts, x.device) if scratch is None else scratch
     block = launch.block or (1 if tokens == 1 else max(16, triton.next_power_of_2(tokens)))
     apart = launch.apart or tokens > 1
+    is_even = channels == splits * chunk
     shared = {
         "KEPT": k,
         "KP": max(2, triton.next_power_of_2(k)),
         "XP": triton.next_power_of_2(experts),
         "PADDED": triton.next_power_of_2(splits),
-        **overlap_options(launch.overlap > 0, x.device),
+        **overlap_options(overlap, x.device),
     }
     _route_kernel[(tiles, splits)](
         x, weight, bias, *scratch, *found, tokens, experts, channels, scaling, chunk,
         BX=launch.rows, BK=launch.columns, BM=block, SPLITS=splits,
-        EVEN=channels == splits * chunk, APART=apart, UPCAST=is_interpreted(_route_kernel),
+        EVEN=is_even, APART=apart, AHEAD=is_even and block == 1,
+        UPCAST=is_interpreted(_route_kernel),
         num_warps=launch.warps, num_stages=launch.stages, **shared,
     )  # fmt: skip
     if apart:

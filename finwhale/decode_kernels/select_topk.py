@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from finwhale.decode_kernels.launch import (
+    Overlap,
     is_interpreted,
     launch_for,
     overlap_options,
@@ -234,7 +235,7 @@ def select_topk_rows(
     lengths: Tensor,
     k: int,
     *,
-    overlap: bool = False,
+    overlap: int = Overlap.NONE,
     launch: SelectLaunch | None = None,
 ) -> Tensor:
     """Return [T, k] int64; the contract of `attention_refs.select_topk_rows_ref`.
@@ -306,7 +307,7 @@ def pool_rows(
     pool_blocks: Tensor | None = None,
     pool_block_size: int = 8,
     *,
-    overlap: bool = False,
+    overlap: int = Overlap.NONE,
 ) -> Tensor:
     """Return [T, K] int64; the contract of `attention_refs.pool_rows_ref`."""
     out = torch.empty_like(chosen)

@@ -28,7 +28,12 @@ from finwhale.decode_kernels.formats import (
     e4m3_value,
     ue8m0_value,
 )
-from finwhale.decode_kernels.launch import is_interpreted, overlap_options, wait_for_earlier
+from finwhale.decode_kernels.launch import (
+    Overlap,
+    is_interpreted,
+    overlap_options,
+    wait_for_earlier,
+)
 from finwhale.decode_kernels.tiles import GROUP, round_groups, to_bf16
 
 _FORMATS = {"window": 0, "entry": 1, "index_key": 2}
@@ -284,7 +289,7 @@ def store_rows(
     queries: Tensor | None = None,
     *,
     finite: Tensor | None = None,
-    overlap: bool = False,
+    overlap: int = Overlap.NONE,
 ) -> None:
     """Write packed rows in place; the contract of `attention_refs.store_rows_ref`.
 
@@ -319,7 +324,7 @@ def latent_and_window(
     rows: Tensor,
     eps: float,
     *,
-    overlap: bool = False,
+    overlap: int = Overlap.NONE,
 ) -> Tensor:
     """Return the query latent and write the window row of each joined row, in one launch.
 
@@ -354,7 +359,9 @@ def _turnable(q: Tensor) -> Tensor:
     return q
 
 
-def rotate_queries(q: Tensor, rotation: Tensor, rounded: bool, *, overlap: bool = False) -> None:
+def rotate_queries(
+    q: Tensor, rotation: Tensor, rounded: bool, *, overlap: int = Overlap.NONE
+) -> None:
     """Turn (and round) queries in place; the contract of `attention_refs.rotate_queries_ref`."""
     tokens, heads, dim = _turnable(q).shape
     if not q.numel():
@@ -374,7 +381,7 @@ def close_groups(
     slots: Tensor,
     closes: Tensor,
     *,
-    overlap: bool = False,
+    overlap: int = Overlap.NONE,
 ) -> Tensor:
     """Return pooled pairs [T, D] bf16; the contract of `attention_refs.close_groups_ref`."""
     tokens, dim = content.shape

@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from finwhale.decode_kernels.formats import bf16_rounded, e4m3_value, ue8m0_value
+from finwhale.decode_kernels.formats import bf16_rounded, ue8m0_value
+from finwhale.decode_kernels.launch import let_next_start
 from finwhale.ops.codecs import pack_nibbles, unpack_nibbles
 
 GROUP = 32
@@ -52,22 +53,19 @@ _UNPACK_FP4 = tl.constexpr(
 )
 MAX_FP4_SCALE = 128  # 2^(code - 1) must be a bf16 number
 # Four e4m3 codes and the scale of their group ($3: a pair of it, 2^120 in it) -> four bf16 numbers.
-# Shifted by four, exponent and mantissa are those of a bf16 number: the value * 2^-120.
+# A half of the word holds a code of the first pair as a bf16 number, the value * 2^-120, and among
+# its unused bits one of the second: its sign in bit 11, the low four bits in place, the rest above.
 _UNPACK_FP8 = tl.constexpr(
     """
     {
     .reg .b32 t, u, v;
-    prmt.b32 t, 0, $2, 0x5040;
-    prmt.b32 u, 0, $2, 0x7060;
-    shr.u32 v, t, 4;
-    and.b32 v, v, 0x07F007F0;
-    and.b32 t, t, 0x80008000;
-    or.b32 t, t, v;
-    mul.rn.bf16x2 $0, t, $3;
-    shr.u32 v, u, 4;
-    and.b32 v, v, 0x07F007F0;
-    and.b32 u, u, 0x80008000;
+    and.b32 t, $2, 0x87F087F0;
+    shl.b32 u, $2, 4;
+    and.b32 u, u, 0x80F080F0;
+    shr.u32 v, $2, 4;
+    and.b32 v, v, 0x07000700;
     or.b32 u, u, v;
+    mul.rn.bf16x2 $0, t, $3;
     mul.rn.bf16x2 $1, u, $3;
     }
     """
@@ -122,7 +120,8 @@ def pack_fp8_tiles(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
 
     A tile holds its columns 0 ... 15, then the others, each as 32 lanes of 16 bytes. Lane 4r + q
     has columns 2q and 2q + 1 of rows r and r + 8, then columns 8 + 2q and 9 + 2q of both, and the
-    same of rows r + 16 and r + 24. A NaN or a scale above 128 raises ValueError.
+    same of rows r + 16 and r + 24. The bits of the four codes of a word are mixed: `_UNPACK_FP8`. A
+    NaN or a scale above 128 raises ValueError.
     """
     codes, scales = codes.view(torch.uint8), scales.view(torch.uint8)
     _check_scales(scales, MAX_FP8_SCALE)
@@ -131,12 +130,21 @@ def pack_fp8_tiles(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     codes = torch.nn.functional.pad(codes, (0, 0, 0, -len(codes) % GROUP))
     tiles = codes.unflatten(1, (-1, 2, 2, 4, 2)).unflatten(0, (-1, 2, 2, 8))
     # [O/32, b, j, r, K/32, half, pair, q, lane] -> [O/32, K/32, half, r, q, b, pair, j, lane]
-    return tiles.permute(0, 4, 5, 3, 7, 1, 6, 2, 8).contiguous().flatten(2), scales.contiguous()
+    tiles = tiles.permute(0, 4, 5, 3, 7, 1, 6, 2, 8).contiguous().flatten(2)
+    c = tiles.unflatten(-1, (-1, 2, 2)).to(torch.int16)  # [..., word, pair, half]
+    first, second = c[..., 0, :], c[..., 1, :]
+    halves = ((first & 0x80) << 8) | ((first & 0x7F) << 4)
+    halves |= ((second & 0x80) << 4) | ((second & 0x70) << 8) | (second & 0x0F)
+    return halves.view(torch.uint8).flatten(2), scales.contiguous()
 
 
 def unpack_fp8_tiles(packed: Tensor) -> Tensor:
     """Return the codes [O, K] float8_e4m3fn of `pack_fp8_tiles`, O a multiple of 32."""
-    tiles = packed.unflatten(-1, (2, 8, 4, 2, 2, 2, 2))
+    halves = packed.contiguous().view(torch.int16).to(torch.int32)
+    first = ((halves >> 8) & 0x80) | ((halves >> 4) & 0x7F)
+    second = ((halves >> 4) & 0x80) | ((halves >> 8) & 0x70) | (halves & 0x0F)
+    both = torch.stack((first.unflatten(-1, (-1, 2)), second.unflatten(-1, (-1, 2))), dim=-2)
+    tiles = both.to(torch.uint8).flatten(-3).unflatten(-1, (2, 8, 4, 2, 2, 2, 2))
     rows = tiles.permute(0, 5, 7, 3, 1, 2, 6, 4, 8).flatten(4).flatten(0, 3)
     return rows.contiguous().view(torch.float8_e4m3fn)
 
@@ -245,10 +253,20 @@ def _fp8_decoded(packed, codes, UPCAST: tl.constexpr):
     S: tl.constexpr = packed.shape[0]
     G: tl.constexpr = packed.shape[1]
     if UPCAST:
-        y = e4m3_value(tl.reshape(packed, (S, G, 1024))) * ue8m0_value(codes)[:, :, None]
+        byte = (tl.arange(0, 4) * 8)[None, None, None, :]
+        v = tl.sum(tl.reshape(packed, (S, G, 256, 4)).to(tl.int32) << byte, axis=3)
+        t = v & -2014279696  # 0x87F087F0
+        u = ((v << 4) & -2131722000) | ((v >> 4) & 0x07000700)  # 0x80F080F0
+        y = tl.permute(tl.join(_lanes(t), _lanes(u)), (0, 1, 2, 4, 3))  # words, pairs, lanes
+        y = y * (ue8m0_value(codes) * 0.015625)[:, :, None, None, None]  # 2^126 in them, not 2^120
     else:
         pair = (codes + 120) * 8388736
-        pair = pair[:, :, None, None] if len(packed.shape) == 4 else pair[:, :, None]
+        if len(packed.shape) == 4:
+            packed = tl.reshape(packed, (S, G, 2, 128, 4))
+            pair = pair[:, :, None, None, None]
+        else:
+            packed = tl.reshape(packed, (S, G, 256, 4))
+            pair = pair[:, :, None, None]
         y = tl.inline_asm_elementwise(
             _UNPACK_FP8,
             "=&r,=&r,r,r,r,r,r",
@@ -277,10 +295,41 @@ def _by_warp(w, WARPS: tl.constexpr):
 
 
 @triton.jit
+def tiles_ahead(
+    w_ptr, s_ptr, strips, g_begin, num_groups,
+    S: tl.constexpr, AHEAD: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """Return the bytes of the first AHEAD groups of FP8 strips, and their scales as words.
+
+    For `tiled_product`, which adds them last. AHEAD is a multiple of 4; 0: nothing is read.
+    """
+    packed, words = 0, 0
+    if AHEAD > 0:
+        strip = strips.to(tl.int64) * num_groups + g_begin
+        tile = (strip[:, None] + tl.arange(0, AHEAD)[None, :])[:, :, None]
+        if S == WARPS:
+            half = tile[:, :, :, None] * 2 + tl.arange(0, 2)[None, None, :, None]
+            packed = tl.load(w_ptr + half * 512 + tl.arange(0, 512)[None, None, None, :])
+        else:
+            packed = tl.load(w_ptr + tile * 1024 + tl.arange(0, 1024)[None, None, :])
+        word = strip[:, None] + tl.arange(0, AHEAD // 4)[None, :] * 4
+        words = tl.load((s_ptr + word).to(tl.pointer_type(tl.int32), bitcast=True))
+    return packed, words
+
+
+@triton.jit
+def _codes_of(words):
+    """Return the scales [S, 4 W] of words [S, W], four of a strip in each."""
+    byte = (tl.arange(0, 4) * 8)[None, None, :]
+    return tl.reshape((words[:, :, None] >> byte) & 255, (words.shape[0], 4 * words.shape[1]))
+
+
+@triton.jit
 def tiled_product(
-    x_ptr, rows, inside, w_ptr, s_ptr, strips, g_begin, g_end, num_groups,
+    x_ptr, rows, inside, w_ptr, s_ptr, strips, g_begin, g_end, num_groups, packed_ahead,
+    words_ahead,
     KIND: tl.constexpr, BM: tl.constexpr, S: tl.constexpr, G: tl.constexpr, EVEN: tl.constexpr,
-    WARPS: tl.constexpr, UPCAST: tl.constexpr,
+    WARPS: tl.constexpr, AHEAD: tl.constexpr, OVERLAP: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Return [BM, 32 S] fp32, the products of rows of x with S strips of 32 rows of a matrix.
 
@@ -288,6 +337,7 @@ def tiled_product(
     strips                 [S] int; the rows of strip n are 32 n ... 32 n + 31
     g_begin, g_end         groups of 32 columns to sum; a step takes G of `num_groups`
     EVEN                   all steps are full, and num_groups a multiple of 4
+    packed_ahead           of `tiles_ahead`, the first AHEAD groups, with EVEN and FP8 alone
 
     FP8 or FP4. 16 or 32 rows of the matrix a warp: then nothing decoded crosses a warp.
     """
@@ -311,7 +361,13 @@ def tiled_product(
         else:
             at_w = w_ptr + tile * 1024 + tl.arange(0, 1024)[None, None, :]
     one = tl.full([32 * S, BM], 1.0, tl.float32)
-    for k in range(g_begin, g_end, G):
+    if AHEAD > 0:
+        # Asked for now, so that it is there when the loop has ended.
+        own = tl.arange(0, 32 * AHEAD)
+        at_ahead = x_ptr + rows[:, None] + own[None, :] + g_begin * 32
+        keep_ahead = tl.broadcast_to(inside[:, None], (BM, 32 * AHEAD))
+        x_ahead = tl.load(at_ahead, mask=keep_ahead, other=0.0)
+    for k in range(g_begin + AHEAD, g_end, G):
         there = k + g < g_end
         if KIND == FP4:
             if EVEN:
@@ -329,8 +385,7 @@ def tiled_product(
                 # Words: a load of single bytes is never loaded ahead.
                 word = (strip + k)[:, None] + tl.arange(0, G // 4)[None, :] * 4
                 word = (s_ptr + word).to(tl.pointer_type(tl.int32), bitcast=True)
-                byte = (tl.arange(0, 4) * 8)[None, None, :]
-                codes = tl.reshape((tl.load(word)[:, :, None] >> byte) & 255, (S, G))
+                codes = _codes_of(tl.load(word))
             else:
                 mask = tl.reshape(there, (1, G, 1, 1) if S == WARPS else (1, G, 1))
                 mask = tl.broadcast_to(mask, at_w.shape)
@@ -346,6 +401,11 @@ def tiled_product(
         # writes them. What the multiply-add needs is waited for.
         part = _dot(_by_warp(w, WARPS), x, tl.zeros([32 * S, BM], tl.float32), UPCAST)
         acc = tl.fma(part, one, acc)
+    let_next_start(OVERLAP)
+    if AHEAD > 0:
+        w = _fp8_decoded(packed_ahead, _codes_of(words_ahead), UPCAST)
+        part = _dot(_by_warp(w, WARPS), x_ahead, tl.zeros([32 * S, BM], tl.float32), UPCAST)
+        acc = tl.fma(part, one, acc)
     # Back to the order of the matrix.
     if S == WARPS:
         acc = tl.permute(tl.reshape(acc, (2, S, 16, BM)), (3, 1, 0, 2))
@@ -355,13 +415,21 @@ def tiled_product(
 
 
 @triton.jit
+def row_ahead(w_ptr, n, k_begin, K, BN: tl.constexpr, BK: tl.constexpr):
+    """Return the weights of the first step of `row_product`, [BK / 16, BN, 16]."""
+    at = (n.to(tl.int64) * K)[None, :, None] + tl.arange(0, BK // 16)[:, None, None] * 16
+    return tl.load(w_ptr + at + tl.arange(0, 16)[None, None, :] + k_begin)
+
+
+@triton.jit
 def row_product(
-    x_ptr, w_ptr, n, k_begin, k_end, K,
-    BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
+    x_ptr, w_ptr, n, k_begin, k_end, K, first,
+    BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Return [BN] fp32, the products of one row x [K] with rows n [BN] of a BF16 matrix.
 
-    EVEN  k_end - k_begin is a multiple of BK
+    EVEN   k_end - k_begin is a multiple of BK
+    first  with AHEAD, the weights of the first step (`row_ahead`)
     """
     # Columns come first: of the two outer dimensions, neighbouring threads walk along the first.
     # Loads without a mask: then the compiler sees that rows of one thread share their x.
@@ -372,6 +440,10 @@ def row_product(
     acc = tl.zeros([U, BN], tl.float32)
     at_w = w_ptr + (n * K)[None, :, None] + u[:, None, None] * 16 + j
     at_x = x_ptr + tl.broadcast_to(u[:, None, None] * 16 + j, (U, BN, 16))
+    if AHEAD:
+        x = tl.load(at_x + k_begin)
+        acc += tl.sum(first.to(tl.float32) * x.to(tl.float32), axis=2)
+        k_begin += BK
     for k in range(k_begin, k_end, BK):
         if EVEN:
             w = tl.load(at_w + k)
@@ -432,6 +504,41 @@ def last_to_arrive(count_ptr, total):
     if is_last:
         tl.store(count_ptr, 0)
     return is_last
+
+
+@triton.jit
+def sum_of_splits(
+    acc, inside, part_ptr, count_ptr, split,
+    BM: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr, ONE: tl.constexpr,
+):  # fmt: skip
+    """Return the sum of SPLITS parts acc [BM, BN], and whether this program has it.
+
+    The last program to arrive adds the parts in their order. Rows that are not inside [BM] are not
+    kept; ONE: the first row alone is.
+    """
+    is_last = True
+    if SPLITS > 1:
+        row, n = tl.arange(0, BM)[:, None], tl.arange(0, BN)
+        if ONE:
+            at = tl.broadcast_to((part_ptr + split * BN + n)[None, :], (BM, BN))
+            tl.store(at, acc, mask=tl.broadcast_to(row == 0, (BM, BN)))
+        else:
+            own = part_ptr + row * BN + n[None, :]
+            keep = tl.broadcast_to(inside[:, None], (BM, BN))
+            tl.store(own + split * (BM * BN), acc, mask=keep)
+        is_last = last_to_arrive(count_ptr, SPLITS)
+        if is_last:
+            if ONE:
+                total = tl.zeros([BN], tl.float32)
+                for one in tl.static_range(SPLITS):
+                    total += tl.load(part_ptr + one * BN + n, cache_modifier=".cg")
+                acc = tl.broadcast_to(total[None, :], (BM, BN))
+            else:
+                acc = tl.zeros([BM, BN], tl.float32)
+                for one in tl.static_range(SPLITS):
+                    part = own + one * (BM * BN)
+                    acc += tl.load(part, mask=keep, other=0.0, cache_modifier=".cg")
+    return acc, is_last
 
 
 def counters(device: torch.device | str, count: int) -> Tensor:

@@ -9,7 +9,8 @@ what is allocated here belongs to the graph and is overwritten. Source: spec/bac
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ from finwhale.decode_kernels.hyper_site import (
     site_scratch,
 )
 from finwhale.decode_kernels.index_scores import index_scores
+from finwhale.decode_kernels.launch import Overlap, launch_for
 from finwhale.decode_kernels.linear_fp8 import LinearLaunch, linear_fp8, linear_launch
 from finwhale.decode_kernels.route import (
     MAX_TOKENS,
@@ -52,17 +54,46 @@ from finwhale.ops.hyper_connection import HyperMix
 MAX_ROWS = 256
 _SCRATCH, _COUNTERS = 1 << 24, 1 << 15
 
+# How each launch overlaps with the next; `rest` are those that not every layer has. Measured in
+# whole steps: a launch of few programs lets the next one come up at once, to read weights while it
+# runs; one that fills the processors does so when it has read its own, or the next one's programs
+# gather where there is room by chance.
+_OVERLAPPED = {
+    "site": Overlap.AFTER_READING,
+    "qkv": Overlap.AFTER_READING,
+    "latent": Overlap.AT_ONCE,
+    "wq_b": Overlap.AFTER_READING,
+    "attention": Overlap.AFTER_READING,
+    "combine": Overlap.AT_ONCE,
+    "wo_a": Overlap.AFTER_READING,
+    "wo_b": Overlap.AFTER_READING,
+    "route": Overlap.AFTER_READING,
+    "gate_up": Overlap.AFTER_READING,
+    "down": Overlap.AT_ONCE,
+    "rest": Overlap.AT_END,
+}
+# Up to how many rows that pays, by device family.
+_OVERLAPPED_ROWS = {"any": 0, "hopper": 16}
+
+
+def step_overlaps(tokens: int, device: torch.device | str) -> Mapping[str, Overlap]:
+    """Return how each launch of a step overlaps with the next; one without an entry does not."""
+    return _OVERLAPPED if tokens <= launch_for(_OVERLAPPED_ROWS, torch.device(device)) else {}
+
 
 @dataclass(kw_only=True)
 class Launches:
-    """Launch parameters that a sweep replaces; None: the kernels' own tables."""
+    """Launch parameters that a sweep replaces; None: the tables' own.
+
+    overlaps  as `step_overlaps` returns
+    """
 
     linear: LinearLaunch | None = None  # of FP8 matrices
     plain: LinearLaunch | None = None  # of BF16 ones
     experts: ExpertLaunch | None = None
     route: RouteLaunch | None = None
     site: SiteLaunch | None = None
-    overlap: int = 0
+    overlaps: Mapping[str, Overlap] | None = None
     invariant: bool = False
 
     @classmethod
@@ -71,21 +102,22 @@ class Launches:
         tokens: int,
         device: torch.device | str,
         *,
-        overlap: int = 0,
+        overlap: bool = True,
         invariant: bool = False,
     ) -> Launches:
-        """Return the tables' parameters for `tokens` tokens, with that kind of overlap.
+        """Return the tables' parameters for `tokens` tokens.
 
+        overlap    let launches overlap
         invariant  those under which a sequence's step does not depend on its neighbours
         """
         of = tokens, torch.device(device), invariant
         return cls(
-            linear=replace(linear_launch(*of), overlap=overlap),
-            plain=replace(linear_launch(*of, is_fp8=False), overlap=overlap),
-            experts=replace(expert_launch(*of), overlap=overlap),
-            route=replace(route_launch(*of), overlap=overlap),
-            site=replace(site_launch(*of), overlap=overlap),
-            overlap=overlap,
+            linear=linear_launch(*of),
+            plain=linear_launch(*of, is_fp8=False),
+            experts=expert_launch(*of),
+            route=route_launch(*of),
+            site=site_launch(*of),
+            overlaps=step_overlaps(tokens, device) if overlap else {},
             invariant=invariant,
         )
 
@@ -119,10 +151,6 @@ class DecodeStep:
         self.first_mix[:, 0] = 1.0
         self.active: list[Tensor] = []
 
-    @property
-    def overlap(self) -> bool:
-        return self.launches.overlap > 0
-
     def begin(self, ids: Tensor, recent: Tensor, places: Places) -> None:
         """Take what the next `hidden` runs on.
 
@@ -130,6 +158,12 @@ class DecodeStep:
         recent  [T, n] int64 compressed ids, column k that of k tokens back (Engram)
         """
         self.ids, self.recent, self.places = ids, recent, places
+        self.overlaps = self.launches.overlaps
+        if self.overlaps is None:
+            self.overlaps = step_overlaps(len(ids), self.weights.device)
+
+    def overlap(self, name: str) -> int:
+        return self.overlaps.get(name, Overlap.NONE)
 
     def hidden(self) -> Tensor:
         """Run all layers; return the normalised collapsed rows [T, C] bf16."""
@@ -154,9 +188,16 @@ class DecodeStep:
         """Return fp32 logits [T, V]."""
         return head_logits(x, self.weights.head, self.launches.plain, self.scratch)
 
-    def linear(self, x: Tensor, matrix: Matrix, **options) -> Tensor:
+    def linear(self, x: Tensor, matrix: Matrix, name: str = "rest", **options) -> Tensor:
         launch = self.launches.plain if matrix[1] is None else self.launches.linear
-        return linear_fp8(x, *matrix, launch=launch, scratch=self.scratch, **options)
+        return linear_fp8(
+            x,
+            *matrix,
+            launch=launch,
+            scratch=self.scratch,
+            overlap=self.overlap(name),
+            **options,
+        )
 
     def site(
         self,
@@ -178,6 +219,7 @@ class DecodeStep:
             eps=c.hc_eps,
             launch=self.launches.site,
             scratch=self.site_scratch,
+            overlap=self.overlap("site"),
         )
 
     def gather(self, layer: LayerWeights) -> Tensor:
@@ -218,10 +260,17 @@ class DecodeStep:
             c.routed_scaling_factor,
             self.launches.route,
             self.route_scratch,
+            self.overlap("route"),
         )
         self.active.append(routing.active)
         return experts_w4(
-            rounded, routing, layer.experts, c.swiglu_limit, self.launches.experts, self.scratch
+            rounded,
+            routing,
+            layer.experts,
+            c.swiglu_limit,
+            self.launches.experts,
+            self.scratch,
+            (self.overlap("gate_up"), self.overlap("down")),
         )
 
     def attention(self, layer: LayerWeights, x: Tensor, rounded: Tensor) -> Tensor:
@@ -230,16 +279,16 @@ class DecodeStep:
         rotation = places.rotation[spec.rope]
         eps, ring = c.rms_norm_eps, self.pools.window[spec.layer_id]
         qr = latent_and_window(
-            self.linear(rounded, layer.qkv),
+            self.linear(rounded, layer.qkv, "qkv"),
             layer.q_norm,
             layer.kv_norm,
             rotation,
             ring,
             places.ring_rows,
             eps,
-            overlap=self.overlap,
+            overlap=self.overlap("latent"),
         )
-        q = self.linear(qr, layer.wq_b, turn=rotation, head_dim=c.head_dim)
+        q = self.linear(qr, layer.wq_b, "wq_b", turn=rotation, head_dim=c.head_dim)
         q = q.view(-1, c.num_attention_heads, c.head_dim)
         if spec.owns_kv:
             self.publish(layer, x)
@@ -257,10 +306,10 @@ class DecodeStep:
             layer.sink,
             rotation,
             invariant=self.launches.invariant,
-            overlap=self.overlap,
+            overlaps=(self.overlap("attention"), self.overlap("combine")),
         )
-        z = self.linear(out.flatten(1), layer.wo_a, groups=c.o_groups, round_output=True)
-        return self.linear(z, layer.wo_b)
+        z = self.linear(out.flatten(1), layer.wo_a, "wo_a", groups=c.o_groups, round_output=True)
+        return self.linear(z, layer.wo_b, "wo_b")
 
     def publish(self, layer: LayerWeights, x: Tensor) -> None:
         """Store the entry and the index key of each row that completes a group."""
@@ -279,7 +328,7 @@ class DecodeStep:
                 self.pools.open[owner],
                 self.places.slots,
                 own.closes,
-                overlap=self.overlap,
+                overlap=self.overlap("rest"),
             )
         else:
             pooled = self.linear(x, (layer.compressor, None))
@@ -293,7 +342,7 @@ class DecodeStep:
             own.rows,
             eps,
             latent,
-            overlap=self.overlap,
+            overlap=self.overlap("rest"),
         )
         # A row without an entry left its latent as it was; nothing reads what becomes of it.
         key = self.linear(latent, (layer.index_wk, None))
@@ -305,7 +354,7 @@ class DecodeStep:
             self.pools.index_k[owner],
             own.rows,
             eps,
-            overlap=self.overlap,
+            overlap=self.overlap("rest"),
         )
 
     def select(self, layer: LayerWeights, x: Tensor, qr: Tensor) -> None:
@@ -314,7 +363,7 @@ class DecodeStep:
         assert layer.index_wq_b is not None  # a layer that selects has both
         assert layer.index_weights is not None
         q = self.linear(qr, layer.index_wq_b).view(-1, c.index_n_heads, c.index_head_dim)
-        rotate_queries(q, places.rotation[spec.rope], True, overlap=self.overlap)
+        rotate_queries(q, places.rotation[spec.rope], True, overlap=self.overlap("rest"))
         weights = self.linear(x, (layer.index_weights, None))
         if layer.index_factor != 1.0:
             weights.mul_(layer.index_factor)
@@ -334,12 +383,12 @@ class DecodeStep:
             pool,
             size,
             want_best=spec.pool is PoolUse.BUILDS,
-            overlap=self.overlap,
+            overlap=self.overlap("rest"),
         )
         lengths = own.pool_columns if searches else own.visible
-        chosen = select_topk_rows(scores, lengths, c.index_topk, overlap=self.overlap)
+        chosen = select_topk_rows(scores, lengths, c.index_topk, overlap=self.overlap("rest"))
         if spec.pool is PoolUse.BUILDS:
             self.pool = select_topk_rows(best, own.pool_lengths, c.candidate_topk_blocks)
         self.topk[spec.layer_id] = pool_rows(
-            chosen, own.tables, per_block, pool, size, overlap=self.overlap
+            chosen, own.tables, per_block, pool, size, overlap=self.overlap("rest")
         )

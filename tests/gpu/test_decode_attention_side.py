@@ -14,6 +14,7 @@ from finwhale.decode_kernels import gather_attention as attention
 from finwhale.decode_kernels import index_scores as scoring
 from finwhale.decode_kernels import select_topk as selection
 from finwhale.decode_kernels import store_rows as rows_kernels
+from finwhale.decode_kernels.launch import Overlap
 from tests import decode_attention_cases as cases
 
 DEVICE = "cuda"
@@ -277,7 +278,7 @@ def test_closed_groups_equal_reference():
     assert cases.relative(cases.closed(rows_kernels.close_groups, inputs)[0], want) > 0.1
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", list(Overlap))
 def test_a_graph_of_all_kernels_follows_its_inputs(overlap):
     inputs = cases.index_inputs(5, 32, 128, 40_000, DEVICE, per_block=64)
     held = cases.attention_inputs(5, 64, 512, 128, 512, DEVICE, rows=40_064 * 5, turning=64)
@@ -294,7 +295,7 @@ def test_a_graph_of_all_kernels_follows_its_inputs(overlap):
         pooled, _ = scoring.index_scores(*inputs[:6], 16384, blocks, **more)
         chosen = selection.select_topk_rows(pooled, everything, 512, **more)
         entries = selection.pool_rows(chosen, inputs[3], 64, blocks, **more)
-        out = attention.gather_attention(*held[:4], entries, *held[5:], **more)
+        out = attention.gather_attention(*held[:4], entries, *held[5:], overlaps=(overlap, overlap))
         return out, entries, pool.clone(), latent, joined[4].clone()
 
     side = torch.cuda.Stream()
@@ -314,7 +315,7 @@ def test_a_graph_of_all_kernels_follows_its_inputs(overlap):
     joined[0].copy_(joined[0].roll(1, dims=0))
     graph.replay()
     replayed = [y.clone() for y in captured]
-    for mine, again in zip(replayed, step(overlap=False), strict=True):
+    for mine, again in zip(replayed, step(overlap=Overlap.NONE), strict=True):
         assert torch.equal(mine, again)
     assert (replayed[1] >= 0).any()
 

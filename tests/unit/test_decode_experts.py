@@ -393,7 +393,7 @@ def test_splits_of_one_token_are_added_in_order(splits):
         warps=4,
         stages=2,
         gate_splits=splits,
-        down_splits=5 - splits,
+        shared_splits=5 - splits,
     )
     want = experts_w4_ref(x, routing, w, LIMIT)
     got = experts_w4(x, routing, w, LIMIT, launch)

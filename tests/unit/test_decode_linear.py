@@ -183,8 +183,30 @@ def test_measured_launches_serve_each_product_of_a_layer(tokens, launch):
         assert (wrong - want.float()).norm() > 0.1 * want.float().norm()
 
 
+@pytest.mark.parametrize("ahead", [0, 4, 8])
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_what_is_read_ahead_is_added_too(tokens, ahead):
+    """Of two splits of 256 columns: nothing, a step, all there is; of one BF16 row, a step."""
+    launch = LinearLaunch(rows=64, columns=128, programs=2, warps=4, stages=2, ahead=ahead)
+    x, codes, scales = inputs(tokens, 64, 512)
+    how = {"out_dtype": torch.float32}
+    agree(
+        linear_fp8(x, codes, scales, launch=launch, **how), linear_fp8_ref(x, codes, scales, **how)
+    )
+    for part in (0, 15):  # of the first and of the last column
+        wrong = codes.clone()
+        wrong[:, part] ^= 1
+        assert not torch.equal(
+            linear_fp8(x, wrong, scales, launch=launch, **how),
+            linear_fp8(x, codes, scales, launch=launch, **how),
+        )
+    w = unpack_fp8_tiles(codes).bfloat16()
+    agree(linear_fp8(x, w, None, launch=launch, **how), linear_fp8_ref(x, w, None, **how))
+
+
 def test_fp8_tiles_hold_the_codes_where_a_lane_reads_them():
-    codes = torch.arange(40 * 64, dtype=torch.int32).remainder(127).byte().view(40, 64)
+    codes = torch.arange(40 * 64, dtype=torch.int32).mul(37).remainder(256).byte().view(40, 64)
+    codes[(codes & 127) == 127] = 5
     scales = torch.tensor([[120, 121], [122, 123]], dtype=torch.uint8)
     packed, same = pack_fp8_tiles(codes.view(torch.float8_e4m3fn), scales)
     assert packed.shape == (2, 2, 1024)
@@ -193,11 +215,21 @@ def test_fp8_tiles_hold_the_codes_where_a_lane_reads_them():
     assert torch.equal(back[:40], codes)
     assert not back[40:].any()
     # Tile (0, 1), second half, lane 4 * 3 + 2: rows 3 and 11, columns 16 + {4, 5} and + {12, 13}.
-    lane = packed[0, 1, 512:].view(32, 16)[4 * 3 + 2]
-    want = codes[[3, 11, 3, 11]].gather(1, 48 + torch.tensor([[4, 5], [4, 5], [12, 13], [12, 13]]))
-    assert torch.equal(lane[:8].view(4, 2), want)
-    want = codes[[19, 27]].gather(1, 48 + torch.tensor([[4, 5], [4, 5]]))
-    assert torch.equal(lane[8:12].view(2, 2), want)
+    lane = packed[0, 1, 512:].view(torch.int32).view(32, 4)[4 * 3 + 2]
+    for got, row, column in zip(lane.tolist(), (3, 3, 19, 19), (4, 12, 4, 12), strict=True):
+        pair, below = (codes[r, 48 + column :][:2].tolist() for r in (row, row + 8))
+        halves = [_half(a, b) for a, b in zip(pair, below, strict=True)]
+        assert got & 0xFFFFFFFF == halves[0] | halves[1] << 16
+
+
+def _half(first, second):
+    """Two codes in 16 bits, bit by bit: `first` as a bf16 number, `second` in what is left."""
+    places = (*range(4, 11), 15), (0, 1, 2, 3, 12, 13, 14, 11)
+    return sum(
+        (code >> bit & 1) << place
+        for code, own in zip((first, second), places, strict=True)
+        for bit, place in enumerate(own)
+    )
 
 
 def test_fp8_tiles_refuse_what_the_decoder_cannot_hold():

@@ -41,7 +41,7 @@ PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6, 5, 3, 5, 8, 9], [7]]
 
 
 def attention_of_the_model(
-    q, ring, window_index, main, entry_index, sink, rotation, *, invariant=False, overlap=False
+    q, ring, window_index, main, entry_index, sink, rotation, *, invariant=False, overlaps=(0, 0)
 ):  # fmt: skip
     """Gathered attention with probabilities rounded as the model rounds them (D04).
 
@@ -158,6 +158,22 @@ def test_steps_of_mixed_lengths_equal_the_models_and_touch_nothing_else(pair, fa
         if spec.owns_kv:
             pool = decoder.pools.main[spec.layer_id].view(16, layout.entries_per_block(spec), -1)
             assert bool((pool[[b for b in range(16) if b not in held]] == 255).all())
+
+
+def test_the_table_of_overlaps_names_the_launches_of_a_step(pair, monkeypatch):
+    """A name that a step does not know would silently leave its launch without overlap."""
+    asked = set()
+
+    def overlap(step, name):
+        asked.add(name)
+        return 0
+
+    monkeypatch.setattr(step_module.DecodeStep, "overlap", overlap)
+    decoder, names, _ = started(pair, PROMPTS[:1], [11])
+    decoder.decode(names, 1)
+    monkeypatch.setattr(launch_module, "device_family", lambda device: "hopper")
+    assert asked == set(step_module.step_overlaps(1, DEVICE))
+    assert not step_module.step_overlaps(64, DEVICE)
 
 
 @slow
