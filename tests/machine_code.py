@@ -40,7 +40,7 @@ def _careless_kernel(x_ptr, w_ptr, out_ptr, groups):
     for k in range(0, groups, 2):
         codes = tl.full([4, 2], 127, tl.int32)
         x = tl.load(x_ptr + row * groups * 32 + column + k * 32)
-        w = _fp8_decoded(tl.load(at_w + k * 1024), codes, False)
+        w = _fp8_decoded(tl.load(at_w + k * 1024), codes, 4, False)
         acc = _dot(_by_warp(w, 4), x, acc, False)
     tl.store(out_ptr + tl.arange(0, 128)[:, None] * 16 + tl.arange(0, 16)[None, :], acc)
 
@@ -111,6 +111,13 @@ def main() -> int:
             {
                 "KIND": 1, "BN": 64, "BK": 128, "ONE": True, "ROUND": True, "HEAD": 0, "R2": 0,
                 "IS_ROW": False,
+            },
+        ),
+        "narrow product": (
+            linear_fp8._linear_kernel,
+            {
+                "KIND": 1, "BN": 32, "BK": 64, "ONE": True, "ROUND": True, "HEAD": 0, "R2": 0,
+                "IS_ROW": False, "AHEAD": 0, "EVEN": False,
             },
         ),
         "careless": (_careless_kernel, {}),

@@ -245,20 +245,24 @@ def _fp4_decoded(packed, scale_words, UPCAST: tl.constexpr):
 
 
 @triton.jit
-def _fp8_decoded(packed, codes, UPCAST: tl.constexpr):
+def _fp8_decoded(packed, codes, WARPS: tl.constexpr, UPCAST: tl.constexpr):
     """Return tiles [S, G, half, r, q, b, pair, j, lane].
 
     packed  [S, G, 2, 512] or [S, G, 1024] uint8; codes [S, G] int32 of the scales
+
+    The assembler takes the four bytes of a word, which one thread has only where wide products are
+    made: of 64 rows and 4 warps or more (`tests/machine_code.py`). Elsewhere, plain shifts.
     """
     S: tl.constexpr = packed.shape[0]
     G: tl.constexpr = packed.shape[1]
-    if UPCAST:
+    if UPCAST or S == 1 or WARPS < 4:
         byte = (tl.arange(0, 4) * 8)[None, None, None, :]
         v = tl.sum(tl.reshape(packed, (S, G, 256, 4)).to(tl.int32) << byte, axis=3)
         t = v & -2014279696  # 0x87F087F0
         u = ((v << 4) & -2131722000) | ((v >> 4) & 0x07000700)  # 0x80F080F0
         y = tl.permute(tl.join(_lanes(t), _lanes(u)), (0, 1, 2, 4, 3))  # words, pairs, lanes
         y = y * (ue8m0_value(codes) * 0.015625)[:, :, None, None, None]  # 2^126 in them, not 2^120
+        y = y if UPCAST else y.to(tl.bfloat16)
     else:
         pair = (codes + 120) * 8388736
         if len(packed.shape) == 4:
@@ -393,7 +397,7 @@ def tiled_product(
                 mask = tl.broadcast_to(there[None, :], (S, G))
                 code = s_ptr + (strip + k)[:, None] + g[None, :]
                 codes = tl.load(code, mask=mask, other=0).to(tl.int32)
-            w = _fp8_decoded(packed, codes, UPCAST)
+            w = _fp8_decoded(packed, codes, WARPS, UPCAST)
         if not EVEN:
             keep = inside[:, None] & (k + column // 32 < g_end)[None, :]
         x = tl.load(at_x + k * 32, mask=keep, other=0.0)
@@ -403,7 +407,7 @@ def tiled_product(
         acc = tl.fma(part, one, acc)
     let_next_start(OVERLAP)
     if AHEAD > 0:
-        w = _fp8_decoded(packed_ahead, _codes_of(words_ahead), UPCAST)
+        w = _fp8_decoded(packed_ahead, _codes_of(words_ahead), WARPS, UPCAST)
         part = _dot(_by_warp(w, WARPS), x_ahead, tl.zeros([32 * S, BM], tl.float32), UPCAST)
         acc = tl.fma(part, one, acc)
     # Back to the order of the matrix.

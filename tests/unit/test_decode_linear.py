@@ -242,8 +242,9 @@ def test_fp8_tiles_refuse_what_the_decoder_cannot_hold():
         pack_fp8_tiles(codes.view(torch.float8_e4m3fn), scales)
 
 
+@pytest.mark.parametrize("launch", [None, replace(SMALL, rows=32)], ids=["table", "narrow"])
 @pytest.mark.parametrize("tokens", [1, 2])
-def test_every_fp8_code_and_scale_is_decoded_exactly(tokens):
+def test_every_fp8_code_and_scale_is_decoded_exactly(tokens, launch):
     """One column at a time: products of 1 with each code, at the smallest and largest scales."""
     codes = torch.arange(256).byte().view(8, 32).repeat_interleave(32, 0).view(8, 32, 32)
     codes[(codes & 127) == 127] = 0
@@ -254,7 +255,7 @@ def test_every_fp8_code_and_scale_is_decoded_exactly(tokens):
         for column in (0, 13, 31):
             x = torch.zeros(tokens, 32, dtype=torch.bfloat16, device=DEVICE)
             x[:, column] = 1.0
-            got = linear_fp8(x, *packed, out_dtype=torch.float32)
+            got = linear_fp8(x, *packed, out_dtype=torch.float32, launch=launch)
             want = codes[:, column].double() * 2.0 ** (code - 127)
             assert torch.equal(got.cpu().double(), want.expand(tokens, -1))
 

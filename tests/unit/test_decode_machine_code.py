@@ -51,6 +51,10 @@ def test_the_decoder_gets_the_four_bytes_of_a_word(kernels, kernel):
     assert set(found) == {4}
 
 
+def test_a_product_whose_threads_have_parts_of_words_does_without_the_decoder(kernels):
+    assert kernels["narrow product"]["bytes"] == []
+
+
 def test_a_product_reads_weights_before_it_waits_for_the_launch_before(kernels):
     """64 rows by 128 columns of FP8, 8 KB, are four loads of each of 128 threads."""
     assert kernels["product"]["early"] == 4
