@@ -2,8 +2,8 @@
 
     python -m tests.machine_code
 A line of JSON per kernel: the counts of products left under way at each wait ("waits"), and the
-bytes of a word that each call of a decoder gets together ("bytes"), and what the machine code reads
-before it waits for the launch before ("early": loads of 16 bytes). A process of its own,
+bytes of a word that each call of a decoder gets together ("bytes"), and what the machine code does
+in global memory before it waits for the launch before ("early"). A process of its own,
 since other tests import the kernels for the interpreter.
 """
 
@@ -21,7 +21,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from finwhale.decode_kernels import experts_w4, linear_fp8
+from finwhale.decode_kernels import experts_w4, hyper_site, linear_fp8, route, store_rows
 from finwhale.decode_kernels.tiles import _by_warp, _dot, _fp8_decoded
 
 SHAPE = {
@@ -46,7 +46,7 @@ def _careless_kernel(x_ptr, w_ptr, out_ptr, groups):
 
 
 def compiled(kernel, constants: dict, dtypes: dict[str, str]):
-    """Compile for sm_90; pointers and sizes are multiples of 16."""
+    """Compile for sm_90; pointers and sizes are multiples of 16, numbers of groups are not."""
     names = kernel.arg_names
     constants = {name: constants[name] for name in names if name in constants}
     signature = {
@@ -58,11 +58,25 @@ def compiled(kernel, constants: dict, dtypes: dict[str, str]):
     aligned = {
         (place,): [["tt.divisibility", 16]]
         for place, name in enumerate(names)
-        if name not in constants and (name.endswith("_ptr") or name in ("C", "F", "K", "x_row"))
+        if name not in constants
+        and (
+            name.endswith("_ptr")
+            or name in ("C", "F", "K", "x_row")
+            or (name == "chunk" and "F" not in names)
+        )
     }
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
     options = {"num_warps": 4, "num_stages": 3}
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm
+
+
+# The control of `together`: threads with two bytes of a word, by both kinds of layout.
+SPLIT_WORDS = """
+#blocked = #ttg.blocked<{sizePerThread = [1, 1, 1, 2], threadsPerWarp = [1, 1, 16, 2], order = [3, 2, 1, 0]}>
+#linear = #ttg.linear<{register = [[0, 0, 0, 1], [0, 1, 0, 0]], lane = [[0, 0, 0, 2]]}>
+%0 = tt.elementwise_inline_asm "" %a : tensor<1x2x256x4xi8, #blocked> -> tensor<1x2x256x4xbf16, #blocked>
+%1 = tt.elementwise_inline_asm "" %b : tensor<1x2x256x4xi8, #linear> -> tensor<1x2x256x4xbf16, #linear>
+"""  # noqa: E501
 
 
 def together(ttgir: str) -> list[int]:
@@ -87,15 +101,26 @@ def together(ttgir: str) -> list[int]:
     return found
 
 
-def early(asm) -> int:
-    """Return how many loads of 16 bytes to registers stand before the wait for earlier launches."""
+def before_the_wait(asm) -> dict[str, int]:
+    """Count what the machine code does in global memory before it waits for earlier launches."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(asm["cubin"])
         file.flush()
         tool = str(Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm")
         text = subprocess.run([tool, "-c", file.name], capture_output=True, text=True, check=True)
-    before, wait, _ = text.stdout.partition("ACQBULK")
-    return before.count("LDG.E.128") if wait else 0
+    before, wait, after = text.stdout.partition("ACQBULK")
+    counts = {
+        "reads": r"LDG\.E(?!\.128)",
+        "wide": r"LDG\.E\.128",
+        "writes": r"STG|ATOM|RED\.|LDGSTS",
+    }
+    found = {name: len(re.findall(what, before)) for name, what in counts.items()}
+    # The next launch is let in behind the wait, and no earlier.
+    return found | {
+        "waits": bool(wait),
+        "lets": "PREEXIT" in after,
+        "lets_early": "PREEXIT" in before,
+    }
 
 
 def main() -> int:
@@ -120,12 +145,46 @@ def main() -> int:
                 "IS_ROW": False, "AHEAD": 0, "EVEN": False,
             },
         ),
+        "row": (
+            linear_fp8._linear_kernel,
+            {
+                "KIND": 0, "BM": 1, "BN": 32, "BK": 256, "ONE": True, "ROUND": False, "HEAD": 0,
+                "R2": 0, "IS_ROW": True, "SPLITS": 4, "AHEAD": 8,
+            },
+        ),
+        "site": (
+            hyper_site._site_kernel,
+            {"CS": 64, "SP": 128, "CA": 4096, "CB": 1024, "PARTS": 7},
+        ),
+        "streams": (hyper_site._streams_kernel, {"CS": 32, "TB": 16, "PARTS": 7}),
+        "router": (
+            route._route_kernel,
+            {
+                "KEPT": 6, "KP": 8, "BX": 16, "BK": 256, "BM": 1, "SPLITS": 20, "PADDED": 32,
+                "XP": 128, "APART": False, "AHEAD": True,
+            },
+        ),
+        "latent": (
+            store_rows._latent_window_kernel,
+            {"AP": 2048, "HALF": 256, "R2": 32, "PAIRS": 16, "OVERLAP": 3},
+        ),
         "careless": (_careless_kernel, {}),
     }  # fmt: skip
+    site = dict.fromkeys(
+        "post_ptr comb_ptr incoming_ptr fn_ptr base_ptr scale_ptr new_pre_ptr new_post_ptr"
+        " new_comb_ptr sums_ptr bias_ptr rotation_ptr".split(),
+        "*fp32",
+    ) | dict.fromkeys(("norm_eps", "eps", "scaling"), "fp32")
+    site |= dict.fromkeys(
+        "streams_ptr parts_ptr rounded_ptr z_ptr norm_ptr joined_ptr q_weight_ptr"
+        " latent_ptr".split(),
+        "*bf16",
+    )
+    site |= {"ring_ptr": "*u8", "rows_ptr": "*i64"}
+    own = {"row": {"w_ptr": "*bf16"}, "router": {"w_ptr": "*bf16"}}
+    own["careless"] = {"out_ptr": "*fp32"}
     for name, (kernel, constants) in kernels.items():
-        asm = compiled(
-            kernel, SHAPE | constants, dtypes | ({"out_ptr": "*fp32"} if name == "careless" else {})
-        )
+        asm = compiled(kernel, SHAPE | constants, dtypes | site | own.get(name, {}))
         waits = [
             int(n) for n in re.findall(r"wgmma\.wait_group\.sync\.aligned\s+(\d+)", asm["ptx"])
         ]
@@ -133,9 +192,11 @@ def main() -> int:
             "kernel": name,
             "waits": waits,
             "bytes": together(asm["ttgir"]),
-            "early": early(asm),
+            "early": before_the_wait(asm),
         }
         sys.stdout.write(json.dumps(line) + "\n")
+    line = {"kernel": "split words", "bytes": together(SPLIT_WORDS)}
+    sys.stdout.write(json.dumps(line) + "\n")
     return 0
 
 

@@ -520,7 +520,7 @@ def site_unsupported(streams: Tensor, site: Site) -> str | None:
 
 
 class SiteScratch(NamedTuple):
-    """Collapsed rows, parts of the sums, and counters of launches that do not overlap."""
+    """Collapsed rows, parts of the sums, and counters; launches that overlap may share them."""
 
     collapsed: Tensor
     sums: Tensor

@@ -46,8 +46,9 @@ class Overlap(IntEnum):
 
     NONE           the launch begins when the one before has ended, and so does the next one
     AT_END         the next one comes up as the programs of this one end
-    AFTER_READING  when each program has read its weights, and only sums are left
-    AT_ONCE        when each program has begun: for launches of few programs, which leave room
+    AFTER_READING  when each program has read its weights, and only sums are left; as AT_END in a
+                   kernel that reads none
+    AT_ONCE        when each program has begun: where there is room for the next one's
 
     Programs that come up early take the places that are free then, on few processors, and stay
     there: a large launch that starts under another large one is badly shared out.

@@ -57,8 +57,9 @@ class LinearLaunch:
                     outputs are rounded
     programs        aimed at; K is split until there are about so many
     block           rows of x per program; 0: by their number. Fixed, a row's sums have one order
-    ahead           groups of 32 columns read before the wait for an earlier launch: 0, 4 or 8 of
-                    FP8; of a BF16 matrix and one row of x, the first step whatever the number
+    ahead           groups of 32 columns read before the wait for an earlier launch, whole steps of
+                    128 columns or more (others: none); of a BF16 matrix and one row of x, the first
+                    step whatever the number
     """
 
     rows: int
@@ -93,7 +94,8 @@ _INVARIANT_BF16 = {
     "any": LinearLaunch(rows=64, columns=128, programs=396, warps=4, stages=4, block=16),
 }
 
-# What `bench/gpu_decode.py --tune` times. Each serves every FP8 product of a layer, also the one
+# What `bench/gpu_decode.py --tune` times, one launch after the other: what reading ahead wins where
+# launches overlap does not show there. Each serves every FP8 product of a layer, also the one
 # that rounds its outputs. 16 or 32 rows for each warp.
 BENCHED = tuple(
     LinearLaunch(
@@ -264,7 +266,7 @@ def linear_fp8(
 
     launch   None: by the table
     scratch  (parts fp32, zeroed counters int32), kept by the caller; None: made here
-    overlap  an `Overlap`
+    overlap  an `Overlap`; with `ahead`, the launch before must not write `weight` or `scales`
     """
     is_fp8 = scales is not None
     width = weight.shape[1] * (GROUP if is_fp8 else 1)
@@ -303,7 +305,14 @@ def linear_fp8(
         )
     check_scratch(scratch, tiles * splits * bm * bn, tiles)
     even = width == splits * chunk and chunk % launch.columns == 0 and width % 128 == 0
-    is_ahead = even and (chunk >= launch.ahead * GROUP if is_fp8 else bm == 1)
+    # Whole steps, and scales that are read as words.
+    is_ahead = even and (
+        launch.columns % 128 == 0
+        and launch.ahead * GROUP % launch.columns == 0
+        and launch.ahead * GROUP <= chunk
+        if is_fp8
+        else bm == 1
+    )
     _linear_kernel[grid](
         x, weight, weight if scales is None else scales, x if turn is None else turn, out, *scratch,
         tokens, outputs, width, x.shape[1], outputs // groups, chunk,

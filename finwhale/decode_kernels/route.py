@@ -314,7 +314,7 @@ def route_unsupported(x: Tensor, weight: Tensor, k: int) -> str | None:
 
 
 class RouteScratch(NamedTuple):
-    """Partial logits, and a counter with the bits behind it, of launches that do not overlap."""
+    """Partial logits, and a counter with the bits behind it. Launches that overlap may share."""
 
     parts: Tensor
     counter: Tensor

@@ -548,7 +548,7 @@ def sum_of_splits(
 def counters(device: torch.device | str, count: int) -> Tensor:
     """Return zeroed counters for kernels whose last program finishes; each launch clears its own.
 
-    Two launches that may overlap need counters of their own.
+    Launches that overlap may share them: they are used after the wait for earlier launches.
     """
     return torch.zeros(count, dtype=torch.int32, device=device)
 

@@ -55,9 +55,9 @@ MAX_ROWS = 256
 _SCRATCH, _COUNTERS = 1 << 24, 1 << 15
 
 # How each launch overlaps with the next; `rest` are those that not every layer has. Measured in
-# whole steps: a launch of few programs lets the next one come up at once, to read weights while it
-# runs; one that fills the processors does so when it has read its own, or the next one's programs
-# gather where there is room by chance.
+# whole steps, each by itself: a launch that leaves room, or whose follower is small (`down`: a
+# site), lets it come up at once, to read weights while it runs; others when they have read their
+# own, or the next one's programs gather where there is room by chance.
 _OVERLAPPED = {
     "site": Overlap.AFTER_READING,
     "qkv": Overlap.AFTER_READING,

@@ -23,10 +23,12 @@ from finwhale.decode_kernels.experts_w4 import (
     experts_w4,
     experts_w4_ref,
 )
-from finwhale.decode_kernels.hyper_site import Site, hyper_site, hyper_site_ref
+from finwhale.decode_kernels.hyper_site import Site, hyper_site, hyper_site_ref, site_scratch
 from finwhale.decode_kernels.launch import Overlap
 from finwhale.decode_kernels.linear_fp8 import linear_fp8, linear_fp8_ref, linear_launch
-from finwhale.decode_kernels.route import route, route_launch, route_ref
+from finwhale.decode_kernels.route import route, route_launch, route_ref, route_scratch
+from finwhale.decode_kernels.tiles import counters
+from finwhale.gpu.step import step_overlaps
 from finwhale.ops.hyper_connection import HyperMix
 from finwhale.ops.rounding import round_fp8
 
@@ -52,6 +54,15 @@ def fp8(rows, columns):
     tiles = some_bytes(strips, groups, 1024)
     tiles.view(torch.int16).bitwise_and_(~0x4400)  # the highest bit of each exponent: no NaN
     return tiles, (some_bytes(strips, groups) & 7) + 117
+
+
+def some_site():
+    return Site(
+        torch.randn(24, 4 * WIDE, device=DEVICE) / 143,
+        torch.randn(24, device=DEVICE),
+        torch.ones(3, device=DEVICE),
+        torch.randn(WIDE, device=DEVICE).bfloat16(),
+    )
 
 
 def activations(*shape):
@@ -181,13 +192,7 @@ def test_site_at_released_width(tokens, parts):
     rows = torch.randn(tokens, parts, WIDE, device=DEVICE).bfloat16()
     before = HyperMix(*(torch.rand(tokens, *s, device=DEVICE) for s in ((4,), (4,), (4, 4))))
     incoming = torch.rand(tokens, 4, device=DEVICE)
-    site = Site(
-        torch.randn(24, 4 * WIDE, device=DEVICE) / 143,
-        torch.randn(24, device=DEVICE),
-        torch.ones(3, device=DEVICE),
-        torch.randn(WIDE, device=DEVICE).bfloat16(),
-    )
-    numbers = {"iterations": 20, "norm_eps": 1e-20, "eps": 1e-6}
+    site, numbers = some_site(), {"iterations": 20, "norm_eps": 1e-20, "eps": 1e-6}
     his = streams.clone()
     want = hyper_site_ref(his, rows, before, incoming, site, **numbers)
     for launch in (None, *(site_file.BENCHED if parts == 7 else ())):
@@ -215,33 +220,51 @@ def test_engram_rows_beyond_32_bit_offsets():
     assert torch.equal(engram_gather(*args), engram_gather_ref(*args))
 
 
-@pytest.mark.parametrize("overlap", list(Overlap)[1:])
+@pytest.mark.parametrize("overlap", [*list(Overlap)[1:], None], ids=str)
 @pytest.mark.parametrize("tokens", [1, 8])
 def test_overlapping_launches_change_no_bit(tokens, overlap, released):
-    """A chain of products that read each other's results, started early, in a graph."""
+    """A chain of launches that read each other's results, started early, in a graph.
+
+    None: each kind as the table of a step says. With scratch, as otherwise a fill stands between.
+    """
     first, second = fp8(1280, WIDE), fp8(WIDE, 1280)
     x = activations(tokens, WIDE)
     gate = (torch.randn(384, WIDE, device=DEVICE) * WIDE**-0.5).bfloat16()
     bias = torch.zeros(384, device=DEVICE)
+    start = torch.randn(tokens, 4, WIDE, device=DEVICE).bfloat16()
+    mix = HyperMix(*(torch.rand(tokens, *s, device=DEVICE) for s in ((4,), (4,), (4, 4))))
+    scratch = torch.empty(1 << 24, device=DEVICE), counters(DEVICE, 1 << 15)
+    of_site, of_route = site_scratch(tokens, WIDE, DEVICE), route_scratch(tokens, 384, DEVICE)
+    site, numbers = some_site(), {"iterations": 20, "norm_eps": 1e-20, "eps": 1e-6}
 
-    def chain(overlap):
-        y, how = x, {"round_output": True, "overlap": overlap}
-        for _ in range(8):
-            y = linear_fp8(linear_fp8(y, *first, **how), *second, **how)
-            routing = route(y, gate, bias, 6, 1.5, overlap=overlap)
-            parts = experts_w4(y, routing, released, LIMIT, overlaps=(overlap, overlap))
-            y = round_fp8((parts.float().sum(1) * 1e-2).bfloat16())
-        return y
+    def chain(kinds):
+        how = {"round_output": True, "scratch": scratch}
+        y, streams, before = x, start.clone(), mix
+        for _ in range(6):
+            y = linear_fp8(y, *first, **how, overlap=kinds["wo_a"])
+            y = linear_fp8(y, *second, **how, overlap=kinds["wo_b"])
+            routing = route(y, gate, bias, 6, 1.5, None, of_route, kinds["route"])
+            both = kinds["gate_up"], kinds["down"]
+            parts = experts_w4(y, routing, released, LIMIT, None, scratch, both)
+            out = hyper_site(
+                streams, parts, before, before.pre, site, **numbers,
+                scratch=of_site, overlap=kinds["site"],
+            )  # fmt: skip
+            y, before = out.x_rounded, out.mix
+        return streams, y, *before
 
-    want = chain(Overlap.NONE)
-    graph = torch.cuda.CUDAGraph()
-    chain(overlap)
+    table = step_overlaps(1, DEVICE)
+    kinds = table if overlap is None else dict.fromkeys(table, overlap)
+    want = chain(dict.fromkeys(table, Overlap.NONE))
+    chain(kinds)
     torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        got = chain(overlap)
+        got = chain(kinds)
     for _ in range(5):
         graph.replay()
-        assert torch.equal(got, want)
+        for one, other in zip(got, want, strict=True):
+            assert torch.equal(one, other)
 
 
 def test_invariant_launches_give_a_token_the_same_bits_in_any_batch(released):

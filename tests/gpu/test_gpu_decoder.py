@@ -14,6 +14,7 @@ from finwhale.checkpoint.shipped import shipped_model
 from finwhale.engine.generate import generate
 from finwhale.engine.gpu_generation import generate_batch
 from finwhale.engine.step import forward_step
+from finwhale.gpu import step as step_module
 from finwhale.gpu.decoder import GpuDecoder
 from finwhale.gpu.weights import pack_backbone
 from finwhale.model import Numerics
@@ -61,6 +62,21 @@ def test_graph_and_eager_give_equal_tokens_and_logits(weights, states):
             decoder, names = started(weights, some, mode=mode)
             drawn = torch.cat([decoder.decode(names, 9), decoder.decode(names, 4)], dim=1)
             found.append((drawn, decoder.logits[: len(names)].clone()))
+        assert torch.equal(found[0][0], found[1][0])
+        assert torch.equal(found[0][1], found[1][1])
+
+
+def test_steps_whose_launches_overlap_have_the_bits_of_those_that_do_not(
+    weights, states, monkeypatch
+):
+    if not step_module.step_overlaps(1, "cuda"):
+        pytest.skip("launches of this device do not overlap")
+    for some in (states, states[:1]):
+        found = []
+        for rows in (16, 0):
+            monkeypatch.setitem(step_module._OVERLAPPED_ROWS, "hopper", rows)
+            decoder, names = started(weights, some)
+            found.append((decoder.decode(names, 9), decoder.logits[: len(names)].clone()))
         assert torch.equal(found[0][0], found[1][0])
         assert torch.equal(found[0][1], found[1][1])
 

@@ -183,11 +183,16 @@ def test_measured_launches_serve_each_product_of_a_layer(tokens, launch):
         assert (wrong - want.float()).norm() > 0.1 * want.float().norm()
 
 
-@pytest.mark.parametrize("ahead", [0, 4, 8])
+@pytest.mark.parametrize(
+    ("columns", "ahead"), [(128, 0), (128, 4), (128, 8), (256, 4), (256, 8), (64, 4), (32, 4)]
+)
 @pytest.mark.parametrize("tokens", [1, 5])
-def test_what_is_read_ahead_is_added_too(tokens, ahead):
-    """Of two splits of 256 columns: nothing, a step, all there is; of one BF16 row, a step."""
-    launch = LinearLaunch(rows=64, columns=128, programs=2, warps=4, stages=2, ahead=ahead)
+def test_what_is_read_ahead_is_added_too(tokens, columns, ahead):
+    """Of two splits of 256 columns: nothing, a step, all there is; of one BF16 row, a step.
+
+    Less than a step, or of steps whose scales are not words, nothing is.
+    """
+    launch = LinearLaunch(rows=64, columns=columns, programs=2, warps=4, stages=2, ahead=ahead)
     x, codes, scales = inputs(tokens, 64, 512)
     how = {"out_dtype": torch.float32}
     agree(

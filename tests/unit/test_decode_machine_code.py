@@ -51,11 +51,32 @@ def test_the_decoder_gets_the_four_bytes_of_a_word(kernels, kernel):
     assert set(found) == {4}
 
 
+def test_the_check_sees_words_that_are_split(kernels):
+    assert kernels["split words"]["bytes"] == [2, 2]
+
+
 def test_a_product_whose_threads_have_parts_of_words_does_without_the_decoder(kernels):
     assert kernels["narrow product"]["bytes"] == []
 
 
-def test_a_product_reads_weights_before_it_waits_for_the_launch_before(kernels):
+@pytest.mark.parametrize("kernel", ["product", "row", "site", "streams", "router", "latent"])
+def test_weights_are_read_before_the_wait_for_earlier_launches(kernels, kernel):
+    early = kernels[kernel]["early"]
+    assert early["reads"] + early["wide"] > 0
+    assert early["wide"] > 0 or kernel == "latent"
+
+
+def test_a_product_reads_a_whole_tile_early_and_the_experts_nothing(kernels):
     """64 rows by 128 columns of FP8, 8 KB, are four loads of each of 128 threads."""
-    assert kernels["product"]["early"] == 4
-    assert kernels["gate and up"]["early"] == 0  # the router says which weights
+    assert kernels["product"]["early"]["wide"] == 4
+    for kernel in ("gate and up", "down"):  # the router says which weights
+        assert kernels[kernel]["early"]["reads"] + kernels[kernel]["early"]["wide"] == 0
+
+
+def test_nothing_is_written_and_no_launch_let_in_before_the_wait(kernels):
+    checked = [x["early"] for x in kernels.values() if x.get("early", {}).get("waits")]
+    assert len(checked) == 9
+    assert not any(early["writes"] or early["lets_early"] for early in checked)
+    assert all(early["lets"] for early in checked)
+    # A kernel that does not wait shows that writes are seen.
+    assert kernels["careless"]["early"]["writes"] > 0
