@@ -7,6 +7,7 @@ import fcntl
 import os
 import re
 import select
+import signal
 import subprocess
 import sys
 import termios
@@ -292,6 +293,8 @@ class PseudoTerminal:
 
         def own_terminal():
             fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+            # A shell's background job ignores it, and so would what it starts.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
 
         self.process = subprocess.Popen(
             arguments,
