@@ -77,6 +77,14 @@ SPLIT_WORDS = """
 %0 = tt.elementwise_inline_asm "" %a : tensor<1x2x256x4xi8, #blocked> -> tensor<1x2x256x4xbf16, #blocked>
 %1 = tt.elementwise_inline_asm "" %b : tensor<1x2x256x4xi8, #linear> -> tensor<1x2x256x4xbf16, #linear>
 """  # noqa: E501
+# The control of `passed_on`: once in a loop, once behind it.
+PASSED = """
+%0 = scf.for %i = %a to %b step %c {
+  %1 = ttg.local_alloc %w : (tensor<64x128xbf16, #linear>) -> !ttg.memdesc<64x128xbf16, #shared>
+  scf.yield %1
+}
+%2 = ttg.local_alloc %x : (tensor<128x16xbf16, #linear>) -> !ttg.memdesc<128x16xbf16, #shared>
+"""
 
 
 def together(ttgir: str) -> list[int]:
@@ -99,6 +107,12 @@ def together(ttgir: str) -> list[int]:
             last = [base[-1] if not any(base[:-1]) else 0 for base in bases]
             found.append(4 if last[:2] == [1, 2] else 2 if last[:1] == [1] else 1)
     return found
+
+
+def passed_on(ttgir: str) -> int:
+    """Return how many tensors each step of the loops puts into shared memory from registers."""
+    loops = re.findall(r"scf\.for .*?scf\.yield", ttgir, re.DOTALL)
+    return sum(len(re.findall(r"ttg\.local_alloc %", loop)) for loop in loops)
 
 
 def before_the_wait(asm) -> dict[str, int]:
@@ -192,10 +206,11 @@ def main() -> int:
             "kernel": name,
             "waits": waits,
             "bytes": together(asm["ttgir"]),
+            "passed on": passed_on(asm["ttgir"]),
             "early": before_the_wait(asm),
         }
         sys.stdout.write(json.dumps(line) + "\n")
-    line = {"kernel": "split words", "bytes": together(SPLIT_WORDS)}
+    line = {"kernel": "split words", "bytes": together(SPLIT_WORDS), "passed on": passed_on(PASSED)}
     sys.stdout.write(json.dumps(line) + "\n")
     return 0
 

@@ -206,6 +206,18 @@ def _lanes(pairs):
 
 
 @triton.jit
+def _four_bytes(words):
+    """Return the bytes of words [...] as [..., 2, 2], the lowest first.
+
+    Joined: of FP8 scales shifted by a vector, Triton 3.7 makes an order that sends all decoded
+    weights through shared memory. (Of FP4 scales it does, and joined ones would split words.)
+    """
+    even = tl.join(words & 255, (words >> 16) & 255)
+    odd = tl.join((words >> 8) & 255, (words >> 24) & 255)
+    return tl.join(even, odd)
+
+
+@triton.jit
 def _fp4_decoded(packed, scale_words, UPCAST: tl.constexpr):
     """Return tiles [S, G, half, r, q, b, pair, j, lane].
 
@@ -322,13 +334,6 @@ def tiles_ahead(
 
 
 @triton.jit
-def _codes_of(words):
-    """Return the scales [S, 4 W] of words [S, W], four of a strip in each."""
-    byte = (tl.arange(0, 4) * 8)[None, None, :]
-    return tl.reshape((words[:, :, None] >> byte) & 255, (words.shape[0], 4 * words.shape[1]))
-
-
-@triton.jit
 def tiled_product(
     x_ptr, rows, inside, w_ptr, s_ptr, strips, g_begin, g_end, num_groups, packed_ahead,
     words_ahead,
@@ -389,7 +394,7 @@ def tiled_product(
                 # Words: a load of single bytes is never loaded ahead.
                 word = (strip + k)[:, None] + tl.arange(0, G // 4)[None, :] * 4
                 word = (s_ptr + word).to(tl.pointer_type(tl.int32), bitcast=True)
-                codes = _codes_of(tl.load(word))
+                codes = tl.reshape(_four_bytes(tl.load(word)), (S, G))
             else:
                 mask = tl.reshape(there, (1, G, 1, 1) if S == WARPS else (1, G, 1))
                 mask = tl.broadcast_to(mask, at_w.shape)
@@ -407,7 +412,8 @@ def tiled_product(
         acc = tl.fma(part, one, acc)
     let_next_start(OVERLAP)
     if AHEAD > 0:
-        w = _fp8_decoded(packed_ahead, _codes_of(words_ahead), WARPS, UPCAST)
+        codes = tl.reshape(_four_bytes(words_ahead), (S, AHEAD))
+        w = _fp8_decoded(packed_ahead, codes, WARPS, UPCAST)
         part = _dot(_by_warp(w, WARPS), x_ahead, tl.zeros([32 * S, BM], tl.float32), UPCAST)
         acc = tl.fma(part, one, acc)
     # Back to the order of the matrix.
