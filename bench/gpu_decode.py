@@ -50,6 +50,7 @@ from finwhale.ops.rounding import round_fp8
 DEVICE = "cuda"
 ENGRAM_ROWS = 1 << 20
 TUNED = ("experts", "linear", "site", "route", "scores", "attention")
+_PROFILE_S = 10.0  # kept for the profile of a batch
 CONTEXTS, BATCHES = (4096, 65536, 1 << 20), (1, 8, 64)
 
 
@@ -459,8 +460,9 @@ def kernels_part(bench: GpuLines, options) -> None:
     # All layers: the sites of 16 would fit in the L2 cache.
     model = Model(c, DEVICE, ENGRAM_ROWS, layers=options.layers)
     bench.say(model_bytes=torch.cuda.memory_allocated(), layers=len(model.layers))
-    share = (bench.limit_s - (time.monotonic() - bench.start)) / len(options.batches)
-    end = bench.limit_s
+    limit_s = bench.limit_s
+    end = limit_s - _PROFILE_S * len(options.profiled)
+    share = (bench.left_s + end - limit_s) / len(options.batches)
     for number, tokens in enumerate(options.batches):
         bench.limit_s = end - share * (len(options.batches) - 1 - number)
         for part in (expert_part, linear_part, small_part):
@@ -468,7 +470,7 @@ def kernels_part(bench: GpuLines, options) -> None:
                 part(bench, model, tokens, options)
             except Exception:
                 bench.say(part=part.__name__, T=tokens, failed=traceback.format_exc()[-1200:])
-    bench.limit_s = end
+    bench.limit_s = limit_s
 
 
 def flash(experts: int):
@@ -564,7 +566,8 @@ def step_part(bench: GpuLines, options) -> None:
                     for name, launch in best_launches.items():
                         setattr(launches, name, launch)
                     times[overlap] = one_step(bench, model, line, is_whole, launches)
-                    if context == options.contexts[0] and overlap == overlaps[0]:
+                    is_first = context == options.contexts[0] and overlap == overlaps[0]
+                    if is_first and not options.no_profile:
                         options.profiled.append((line, launches))
                 except Exception:
                     bench.say(**line, overlap=overlap, failed=traceback.format_exc()[-1500:])
@@ -612,6 +615,8 @@ def profile_part(bench: GpuLines, options) -> None:
 
     In one process the same cell took 5.91 ms before the profiler had run and 6.03 after.
     """
+    if not options.profiled:
+        return
     model = Model(flash(options.experts), DEVICE, ENGRAM_ROWS, layers=options.layers)
     for line, launches in options.profiled:
         if bench.is_late:
@@ -677,7 +682,7 @@ def main() -> int:
     has_room = torch.cuda.mem_get_info()[0] > 16 << 30
     bench.measure_ceilings(1 << (32 if has_room else 28))
     torch.cuda.empty_cache()
-    for part in (*options.parts, *(() if options.no_profile else ("profile",))):
+    for part in (*options.parts, "profile"):
         try:
             {"kernels": kernels_part, "step": step_part, "profile": profile_part}[part](
                 bench, options

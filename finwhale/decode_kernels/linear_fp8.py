@@ -134,9 +134,9 @@ def _linear_kernel(
         S: tl.constexpr = BN // 32
         G: tl.constexpr = BK // 32
         strip = tl.minimum(tile * S + tl.arange(0, S), (ROWS + 31) // 32 - 1)
-        packed, words = tiles_ahead(w_ptr, s_ptr, strip, begin // 32, K // 32, S, AHEAD, WARPS)
+        packed, words = tiles_ahead(w_ptr, s_ptr, strip, begin // 32, K // 32, AHEAD, WARPS)
     elif IS_ROW:
-        first = row_ahead(w_ptr, n, begin, K, BN, BK) if AHEAD > 0 else 0
+        first = row_ahead(w_ptr, n, begin, K, BK) if AHEAD > 0 else 0
     wait_for_earlier(OVERLAP)
     if KIND == FP8:
         acc = tiled_product(

@@ -196,7 +196,7 @@ def _route_kernel(
     end = tl.minimum(begin + chunk, C)
     first = 0
     if AHEAD:
-        first = row_ahead(w_ptr, n, begin, C, BX, BK)
+        first = row_ahead(w_ptr, n, begin, C, BK)
     wait_for_earlier(OVERLAP)
     for start in range(0, T, BM):
         row = start + tl.arange(0, BM)

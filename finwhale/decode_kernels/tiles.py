@@ -311,9 +311,33 @@ def _by_warp(w, WARPS: tl.constexpr):
 
 
 @triton.jit
+def _fp8_bytes_at(w_ptr, tile, WARPS: tl.constexpr):
+    """Return pointers to the bytes of FP8 tiles [S, G].
+
+    In two shapes of one thing: each keeps decoded weights within a warp for its number of rows.
+    """
+    if tile.shape[0] == WARPS:
+        half = tile[:, :, None, None] * 2 + tl.arange(0, 2)[None, None, :, None]
+        at = w_ptr + half * 512 + tl.arange(0, 512)[None, None, None, :]
+    else:
+        at = w_ptr + tile[:, :, None] * 1024 + tl.arange(0, 1024)[None, None, :]
+    return at
+
+
+@triton.jit
+def _fp8_scales(s_ptr, first, G: tl.constexpr):
+    """Return the scales of G groups from `first` [S] on, four in a word [S, G / 4].
+
+    A load of single bytes is never loaded ahead.
+    """
+    word = s_ptr + first[:, None] + tl.arange(0, G // 4)[None, :] * 4
+    return tl.load(word.to(tl.pointer_type(tl.int32), bitcast=True))
+
+
+@triton.jit
 def tiles_ahead(
     w_ptr, s_ptr, strips, g_begin, num_groups,
-    S: tl.constexpr, AHEAD: tl.constexpr, WARPS: tl.constexpr,
+    AHEAD: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """Return the bytes of the first AHEAD groups of FP8 strips, and their scales as words.
 
@@ -322,14 +346,9 @@ def tiles_ahead(
     packed, words = 0, 0
     if AHEAD > 0:
         strip = strips.to(tl.int64) * num_groups + g_begin
-        tile = (strip[:, None] + tl.arange(0, AHEAD)[None, :])[:, :, None]
-        if S == WARPS:
-            half = tile[:, :, :, None] * 2 + tl.arange(0, 2)[None, None, :, None]
-            packed = tl.load(w_ptr + half * 512 + tl.arange(0, 512)[None, None, None, :])
-        else:
-            packed = tl.load(w_ptr + tile * 1024 + tl.arange(0, 1024)[None, None, :])
-        word = strip[:, None] + tl.arange(0, AHEAD // 4)[None, :] * 4
-        words = tl.load((s_ptr + word).to(tl.pointer_type(tl.int32), bitcast=True))
+        tile = strip[:, None] + tl.arange(0, AHEAD)[None, :]
+        packed = tl.load(_fp8_bytes_at(w_ptr, tile, WARPS))
+        words = _fp8_scales(s_ptr, strip, AHEAD)
     return packed, words
 
 
@@ -353,22 +372,16 @@ def tiled_product(
     acc = tl.zeros([32 * S, BM], tl.float32)
     strip = strips.to(tl.int64) * num_groups
     g = tl.arange(0, G)
-    lane = tl.arange(0, 512)
     column = tl.arange(0, 32 * G)
     at_x = x_ptr + rows[:, None] + column[None, :]
     keep = tl.broadcast_to(inside[:, None], (BM, 32 * G))
     if KIND == FP4:
-        at_w = w_ptr + (strip[:, None] + g[None, :])[:, :, None] * 512 + lane[None, None, :]
+        at_w = w_ptr + (strip[:, None] + g[None, :])[:, :, None] * 512
+        at_w += tl.arange(0, 512)[None, None, :]
         at_s = s_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
         at_s += (strip[:, None] + g[None, :])[:, :, None] * 8 + tl.arange(0, 8)[None, None, :]
     else:
-        # Two shapes of one thing: each keeps decoded weights within a warp for its number of rows.
-        tile = (strip[:, None] + g[None, :])[:, :, None]
-        if S == WARPS:
-            half = tile[:, :, :, None] * 2 + tl.arange(0, 2)[None, None, :, None]
-            at_w = w_ptr + half * 512 + lane[None, None, None, :]
-        else:
-            at_w = w_ptr + tile * 1024 + tl.arange(0, 1024)[None, None, :]
+        at_w = _fp8_bytes_at(w_ptr, strip[:, None] + g[None, :], WARPS)
     one = tl.full([32 * S, BM], 1.0, tl.float32)
     if AHEAD > 0:
         # Asked for now, so that it is there when the loop has ended.
@@ -391,10 +404,7 @@ def tiled_product(
         else:
             if EVEN and G % 4 == 0:
                 packed = tl.load(at_w + tl.cast(k, tl.int64) * 1024)
-                # Words: a load of single bytes is never loaded ahead.
-                word = (strip + k)[:, None] + tl.arange(0, G // 4)[None, :] * 4
-                word = (s_ptr + word).to(tl.pointer_type(tl.int32), bitcast=True)
-                codes = tl.reshape(_four_bytes(tl.load(word)), (S, G))
+                codes = tl.reshape(_four_bytes(_fp8_scales(s_ptr, strip + k, G)), (S, G))
             else:
                 mask = tl.reshape(there, (1, G, 1, 1) if S == WARPS else (1, G, 1))
                 mask = tl.broadcast_to(mask, at_w.shape)
@@ -425,10 +435,19 @@ def tiled_product(
 
 
 @triton.jit
-def row_ahead(w_ptr, n, k_begin, K, BN: tl.constexpr, BK: tl.constexpr):
-    """Return the weights of the first step of `row_product`, [BK / 16, BN, 16]."""
+def _row_weights_at(w_ptr, n, K, BK: tl.constexpr):
+    """Return pointers to BK columns of rows n [BN], [BK / 16, BN, 16].
+
+    Columns come first: of the two outer dimensions, neighbouring threads walk along the first.
+    """
     at = (n.to(tl.int64) * K)[None, :, None] + tl.arange(0, BK // 16)[:, None, None] * 16
-    return tl.load(w_ptr + at + tl.arange(0, 16)[None, None, :] + k_begin)
+    return w_ptr + at + tl.arange(0, 16)[None, None, :]
+
+
+@triton.jit
+def row_ahead(w_ptr, n, k_begin, K, BK: tl.constexpr):
+    """Return the weights of the first step of `row_product`, [BK / 16, BN, 16]."""
+    return tl.load(_row_weights_at(w_ptr, n, K, BK) + k_begin)
 
 
 @triton.jit
@@ -441,14 +460,12 @@ def row_product(
     EVEN   k_end - k_begin is a multiple of BK
     first  with AHEAD, the weights of the first step (`row_ahead`)
     """
-    # Columns come first: of the two outer dimensions, neighbouring threads walk along the first.
     # Loads without a mask: then the compiler sees that rows of one thread share their x.
-    n = n.to(tl.int64)
     j = tl.arange(0, 16)[None, None, :]
     U: tl.constexpr = BK // 16
     u = tl.arange(0, U)
     acc = tl.zeros([U, BN], tl.float32)
-    at_w = w_ptr + (n * K)[None, :, None] + u[:, None, None] * 16 + j
+    at_w = _row_weights_at(w_ptr, n, K, BK)
     at_x = x_ptr + tl.broadcast_to(u[:, None, None] * 16 + j, (U, BN, 16))
     if AHEAD:
         x = tl.load(at_x + k_begin)

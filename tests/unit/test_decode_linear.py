@@ -190,10 +190,12 @@ def test_measured_launches_serve_each_product_of_a_layer(tokens, launch):
 def test_what_is_read_ahead_is_added_too(tokens, columns, ahead):
     """Of two splits of 256 columns: nothing, a step, all there is; of one BF16 row, a step.
 
-    Less than a step, or of steps whose scales are not words, nothing is.
+    Nothing of less than a step, nor of narrow steps: there a split of 320 columns begins inside a
+    word of scales, which a GPU cannot read.
     """
+    width = 512 if columns >= 128 else 640
     launch = LinearLaunch(rows=64, columns=columns, programs=2, warps=4, stages=2, ahead=ahead)
-    x, codes, scales = inputs(tokens, 64, 512)
+    x, codes, scales = inputs(tokens, 64, width)
     how = {"out_dtype": torch.float32}
     agree(
         linear_fp8(x, codes, scales, launch=launch, **how), linear_fp8_ref(x, codes, scales, **how)

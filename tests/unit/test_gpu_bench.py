@@ -63,6 +63,35 @@ def test_a_profile_is_summed_by_class_and_loses_nothing():
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("is_wanted", [True, False])
+def test_profiles_come_last_and_one_that_fails_costs_no_other(is_wanted, monkeypatch, capsys):
+    order = []
+
+    def steps(bench, options):
+        order.append("step")
+        if not options.no_profile:
+            options.profiled += [({"batch": n}, None) for n in (1, 8, 64)]
+
+    def profile(bench, model, line, launches):
+        order.append(line["batch"])
+        if line["batch"] == 8:
+            raise RuntimeError("no profiler")
+
+    monkeypatch.setattr(gpu_decode, "step_part", steps)
+    monkeypatch.setattr(gpu_decode, "kernels_part", lambda *given: order.append("kernels"))
+    monkeypatch.setattr(gpu_decode, "profile_step", profile)
+    monkeypatch.setattr(gpu_decode, "Model", lambda *given, **more: order.append("model"))
+    monkeypatch.setattr(gpu_lines.GpuLines, "measure_ceilings", lambda *given: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 0))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    arguments = ["gpu_decode.py"] if is_wanted else ["gpu_decode.py", "--no-profile"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    assert gpu_decode.main() == 0
+    # Without profiles no model is made for them.
+    assert order == ["step", "kernels", *(["model", 1, 8, 64] if is_wanted else [])]
+    assert ("no profiler" in capsys.readouterr().out) == is_wanted
+
+
 def test_every_kernel_of_the_room_has_its_class():
     """One that was renamed or is new would silently count as torch's own."""
     folder = Path(experts_w4.__file__).parent
