@@ -45,6 +45,7 @@ from finwhale.decode_kernels.launch import device_family, launch_for
 from finwhale.decode_kernels.linear_fp8 import LinearLaunch, linear_fp8
 from finwhale.decode_kernels.route import route
 from finwhale.decode_kernels.store_rows import latent_and_window
+from finwhale.gpu.step import pre_of
 from finwhale.ops.rounding import round_fp8
 
 DEVICE = "cuda"
@@ -641,9 +642,9 @@ def profile_step(bench: GpuLines, model: Model, line: dict, launches) -> None:
     layer = next(reuse, None)
     if layer is not None:
         streams = model.make.bf16(batch, 4, c.hidden_size)
-        mix = step.site(streams, None, None, step.first_mix, model.final).mix
+        mix = step.site(streams, None, None, step.first_mix, model.final, True).mix
         parts = model.make.bf16(batch, c.num_experts_per_tok + 1, c.hidden_size)
-        found = launches_of(lambda: step.block(layer, streams, parts, mix, mix.pre))
+        found = launches_of(lambda: step.block(layer, streams, parts, mix, pre_of(mix), True))
         bench.say(**line, reuse_layer_launches=sum(found.values()), by_kernel=found)
 
 

@@ -21,7 +21,14 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from finwhale.decode_kernels import experts_w4, hyper_site, linear_fp8, route, store_rows
+from finwhale.decode_kernels import (
+    experts_w4,
+    gather_attention,
+    hyper_site,
+    linear_fp8,
+    route,
+    store_rows,
+)
 from finwhale.decode_kernels.tiles import _by_warp, _dot, _fp8_decoded
 
 SHAPE = {
@@ -125,8 +132,12 @@ def before_the_wait(asm) -> dict[str, int]:
     before, wait, after = text.stdout.partition("ACQBULK")
     counts = {
         "reads": r"LDG\.E(?!\.128)",
+        "past_l1": r"LDG\.E(?:\.64|\.128)?\.STRONG\.GPU",
         "wide": r"LDG\.E\.128",
-        "writes": r"STG|ATOM|RED\.|LDGSTS",
+        "writes": r"STG|ATOM|RED\.",
+        "copies": r"LDGSTS",
+        "inversions": r"MUFU\.RCP",
+        "products": r"HMMA|HGMMA",
     }
     found = {name: len(re.findall(what, before)) for name, what in counts.items()}
     # The next launch is let in behind the wait, and no earlier.
@@ -168,9 +179,16 @@ def main() -> int:
         ),
         "site": (
             hyper_site._site_kernel,
-            {"CS": 64, "SP": 128, "CA": 4096, "CB": 1024, "PARTS": 7},
+            {"CS": 64, "SP": 128, "CA": 4096, "CB": 1024, "PARTS": 7, "MAKES": True, "LATE": True},
         ),
         "streams": (hyper_site._streams_kernel, {"CS": 32, "TB": 16, "PARTS": 7}),
+        "attention": (
+            gather_attention._split_kernel,
+            {
+                "H": 64, "HEADS": 16, "HALF": 256, "KEYS": 32, "SPLITS": 20, "SHARES": 1, "R2": 32,
+                "FAST": True, "AHEAD": True,
+            },
+        ),
         "router": (
             route._route_kernel,
             {
@@ -186,7 +204,7 @@ def main() -> int:
     }  # fmt: skip
     site = dict.fromkeys(
         "post_ptr comb_ptr incoming_ptr fn_ptr base_ptr scale_ptr new_pre_ptr new_post_ptr"
-        " new_comb_ptr sums_ptr bias_ptr rotation_ptr".split(),
+        " new_comb_ptr logits_ptr new_logits_ptr sums_ptr bias_ptr rotation_ptr".split(),
         "*fp32",
     ) | dict.fromkeys(("norm_eps", "eps", "scaling"), "fp32")
     site |= dict.fromkeys(
@@ -196,6 +214,11 @@ def main() -> int:
     )
     site |= {"ring_ptr": "*u8", "rows_ptr": "*i64"}
     own = {"row": {"w_ptr": "*bf16"}, "router": {"w_ptr": "*bf16"}}
+    own["attention"] = {
+        "ring_ptr": "*i16", "ring_scale_ptr": "*u8", "window_ptr": "*i64", "main_ptr": "*u8",
+        "entry_ptr": "*i64", "sink_ptr": "*fp32", "stats_ptr": "*fp32", "factor": "fp32",
+        "q_ptr": "*i32", "out_ptr": "*i32",
+    }  # fmt: skip
     own["careless"] = {"out_ptr": "*fp32"}
     for name, (kernel, constants) in kernels.items():
         asm = compiled(kernel, SHAPE | constants, dtypes | site | own.get(name, {}))

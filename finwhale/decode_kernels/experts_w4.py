@@ -22,6 +22,7 @@ from finwhale.decode_kernels.launch import (
     Overlap,
     is_interpreted,
     launch_for,
+    let_next_start,
     overlap_options,
     wait_for_earlier,
 )
@@ -95,7 +96,7 @@ class ExpertLaunch:
 _SAME = ExpertLaunch(gate_rows=64, down_rows=128, columns=128, warps=4, stages=4)
 _LAUNCH: dict[str, tuple[ExpertLaunch, ExpertLaunch, ExpertLaunch]] = {
     "any": (
-        replace(_SAME, stages=3, gate_splits=4, shared_splits=3, registers=128),
+        replace(_SAME, stages=3, gate_splits=2, shared_splits=3, registers=128),
         replace(_SAME, stages=3, registers=128),
         _SAME,
     ),
@@ -106,18 +107,12 @@ _INVARIANT = {"any": _SAME}
 # rows of a matrix for each warp: a lane then keeps all that it loads.
 BENCHED = tuple(
     ExpertLaunch(
-        gate_rows=gate,
-        down_rows=2 * gate,
-        columns=columns,
-        warps=warps,
-        stages=stages,
-        gate_splits=splits,
-        shared_splits=shared,
-        registers=registers,
+        gate_rows=gate, down_rows=2 * gate, columns=columns, warps=warps, stages=stages,
+        gate_splits=splits, shared_splits=shared, registers=registers,
     )
     for gate, columns, warps, stages, splits, shared, registers in (
         (64, 128, 4, 4, 1, 1, 0), (64, 128, 4, 3, 1, 1, 0), (64, 128, 4, 3, 2, 1, 128),
-        (64, 128, 4, 3, 4, 1, 128), (64, 128, 4, 3, 4, 3, 128), (64, 128, 4, 3, 5, 2, 128),
+        (64, 128, 4, 3, 2, 3, 128), (64, 128, 4, 3, 4, 3, 128), (64, 128, 4, 3, 5, 2, 128),
     )
 )  # fmt: skip
 
@@ -155,7 +150,8 @@ def _gate_up_kernel(
 ):  # fmt: skip
     S: tl.constexpr = HALF // 16
     G: tl.constexpr = BK // 32
-    slot, split = tl.program_id(1) - 1, tl.program_id(2)
+    # All of the shared expert come first: its matrices are the largest, and wait for no router.
+    slot, split = tl.program_id(2) - 1, tl.program_id(1)
     first = tl.program_id(0) * HALF
     groups = C // 32
     g_begin = split * chunk
@@ -164,19 +160,21 @@ def _gate_up_kernel(
     i = tl.arange(0, S)
     strip = tl.minimum(first // 32 + i % (S // 2), F // 32 - 1)
     strip = tl.where(i < S // 2, strip, F // 32 + strip)
-    index = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+    index = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
     part_ptr += index * (SPLITS * 2 * HALF)
     count_ptr += index
-    wait_for_earlier(OVERLAP)
-    # The shared expert comes first: its matrices are the largest.
     if slot < 0:
         hidden_ptr += tl.cast(T * k, tl.int64) * F
         for start in range(0, T, BM):
             row = start + tl.arange(0, BM)
             acc = tiled_product(
                 x_ptr, row.to(tl.int64) * C, row < T, shared_ptr, shared_s_ptr, strip,
-                g_begin, g_end, groups, 0, 0, FP8, BM, S, G, EVEN, WARPS, 0, OVERLAP, UPCAST,
+                g_begin, g_end, groups, 0, 0, FP8, BM, S, G, EVEN, WARPS, 0, 0, UPCAST,
             )  # fmt: skip
+            # Nothing of the launch before is read, the router's; but it must have ended before
+            # anything is written, and before the next launch comes up.
+            wait_for_earlier(OVERLAP)
+            let_next_start(OVERLAP)
             acc, is_whole = sum_of_splits(
                 acc, row < T, part_ptr, count_ptr, split, BM, 2 * HALF, SPLITS, ONE
             )  # fmt: skip
@@ -184,6 +182,7 @@ def _gate_up_kernel(
             if is_whole:
                 _store_hidden(acc, hidden_ptr, row, row < T, one, first, F, limit, BM, HALF, UPCAST)
     else:
+        wait_for_earlier(OVERLAP)
         expert = tl.load(active_ptr + slot)
         if expert >= 0:
             # One token has one row of each of its experts: nothing to wait for.
@@ -335,7 +334,8 @@ def experts_w4(
     """Same contract as `experts_w4_ref`; products are exact in bf16, sums are fp32.
 
     scratch   (parts fp32, zeroed counters int32) for launches with splits; None: made here
-    overlaps  an `Overlap` for each of the two launches
+    overlaps  an `Overlap` for each of the two launches; with one for the first, the launch before
+              must not write `x`, which the shared expert reads before the wait
 
     Rows of ids that are -1 are not written: nothing may read them.
     """
@@ -379,11 +379,12 @@ def experts_w4(
     chunks, even = zip(
         *(_steps(inner, columns, splits) for inner, _, _, splits in shapes), strict=True
     )
-    _gate_up_kernel[grids[0]](
+    tiles, slots, splits = grids[0]
+    _gate_up_kernel[tiles, splits, slots](
         x, w.gate_up, w.gate_up_scales, w.shared_gate_up, w.shared_gate_up_scales, hidden,
         routing.weights, routing.order, routing.starts, routing.active, *parts,
         tokens, channels, width, k, limit, chunks[0],
-        SPLITS=grids[0][2], HALF=launch.gate_rows, EVEN=even[0], **constants,
+        SPLITS=splits, HALF=launch.gate_rows, EVEN=even[0], **constants,
         **overlap_options(overlaps[0], x.device),
     )  # fmt: skip
     _down_kernel[grids[1]](

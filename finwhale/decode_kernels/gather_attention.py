@@ -83,26 +83,35 @@ BENCHED = tuple(
 
 
 @triton.jit
+def _rows_at(index_ptr, slot, count, CACHE: tl.constexpr):
+    """Return which slots [KEYS] hold a row, and row and mask of each, [KEYS, 1, 1]."""
+    index = tl.load(index_ptr + slot, mask=slot < count, other=-1, cache_modifier=CACHE)
+    seen = index >= 0
+    return seen, tl.where(seen, index, 0).to(tl.int64)[:, None, None], seen[:, None, None]
+
+
+@triton.jit
 def _window_planes(
     ring_ptr, ring_scale_ptr, row, keep, share,
     HALF: tl.constexpr, OWN: tl.constexpr, KEYS: tl.constexpr, FAST: tl.constexpr,
+    CACHE: tl.constexpr,
 ):  # fmt: skip
     """Return a share of the channel pairs of window rows as two planes [KEYS, OWN]."""
     WORD: tl.constexpr = HALF + HALF // 32  # int16 words of a row; 16 pairs have one scale
     group, pair = tl.arange(0, OWN // 16)[None, :, None], tl.arange(0, 16)[None, None, :]
     first = share * OWN
     at = row * WORD + first + group * 16 + pair
-    pairs = tl.load(ring_ptr + at, mask=keep, other=0)
+    pairs = tl.load(ring_ptr + at, mask=keep, other=0, cache_modifier=CACHE)
     at = row * (2 * WORD) + 2 * HALF + first // 16
     if OWN % 64 == 0:
         # Four scales as one word: loads of single bytes are never pipelined.
         words = tl.arange(0, OWN // 64)[None, :, None] * 4
         words = (ring_scale_ptr + at + words).to(tl.pointer_type(tl.int32), bitcast=True)
         byte = tl.arange(0, 4)[None, None, :] * 8
-        scale = (tl.load(words, mask=keep, other=0) >> byte) & 255
+        scale = (tl.load(words, mask=keep, other=0, cache_modifier=CACHE) >> byte) & 255
         scale = tl.reshape(scale, [KEYS, OWN // 16, 1])
     else:
-        scale = tl.load(ring_scale_ptr + at + group, mask=keep, other=0)
+        scale = tl.load(ring_scale_ptr + at + group, mask=keep, other=0, cache_modifier=CACHE)
     even, odd = e4m3_planes(pairs, ue8m0_value(scale), FAST)
     return tl.reshape(even, [KEYS, OWN]), tl.reshape(odd, [KEYS, OWN])
 
@@ -111,14 +120,16 @@ def _window_planes(
 def _entry_planes(
     main_ptr, row, keep, share,
     HALF: tl.constexpr, OWN: tl.constexpr, KEYS: tl.constexpr, FAST: tl.constexpr,
+    CACHE: tl.constexpr,
 ):  # fmt: skip
     """Return a share of the channel pairs of entries as two planes [KEYS, OWN]."""
     ENTRY: tl.constexpr = HALF + HALF // 8  # bytes of a row; 8 pairs have one scale
     group, pair = tl.arange(0, OWN // 8)[None, :, None], tl.arange(0, 8)[None, None, :]
     first = share * OWN
     # An empty slot's codes are some row's, which are finite whatever they are; its scale is 0.
-    codes = tl.load(main_ptr + row * ENTRY + first + group * 8 + pair)
-    scale = tl.load(main_ptr + row * ENTRY + HALF + first // 8 + group, mask=keep, other=0)
+    codes = tl.load(main_ptr + row * ENTRY + first + group * 8 + pair, cache_modifier=CACHE)
+    at = row * ENTRY + HALF + first // 8 + group
+    scale = tl.load(main_ptr + at, mask=keep, other=0, cache_modifier=CACHE)
     scale = tl.broadcast_to(e4m3_value(scale), [KEYS, OWN // 8, 8])
     even, odd = e2m1_planes(codes, scale, FAST)
     return tl.reshape(even, [KEYS, OWN]), tl.reshape(odd, [KEYS, OWN])
@@ -159,13 +170,29 @@ def _online_step(
 
 
 @triton.jit
+def _sinks_and_angles(
+    sink_ptr, rotation_ptr, t, T, heads, channel,
+    H: tl.constexpr, HALF: tl.constexpr, R2: tl.constexpr,
+):  # fmt: skip
+    """Return the sinks of some heads in powers of two, cos and sin of some channel pairs."""
+    sink = tl.load(sink_ptr + heads, mask=heads < H, other=0.0) * 1.4426950408889634
+    if R2 > 0:
+        pair = channel - (HALF - R2)
+        place = rotation_ptr + t * R2 + pair
+        cos = tl.load(place, mask=pair >= 0, other=1.0, cache_modifier=".cg")[None, :]
+        sin = tl.load(place + T * R2, mask=pair >= 0, other=0.0, cache_modifier=".cg")[None, :]
+    else:
+        cos, sin = 1.0, 0.0
+    return sink, cos, sin
+
+
+@triton.jit
 def _finish(
-    top, total, sum_even, sum_odd, sink_ptr, rotation_ptr, out_ptr, t, T, heads, channel,
+    top, total, sum_even, sum_odd, sink, cos, sin, out_ptr, t, heads, channel,
     H: tl.constexpr, HALF: tl.constexpr, R2: tl.constexpr,
 ):  # fmt: skip
     """Divide by the denominator with its sink, turn the last channels back, store bf16 pairs."""
     is_blind = top == float("-inf")
-    sink = tl.load(sink_ptr + heads, mask=heads < H, other=0.0) * 1.4426950408889634
     # Relative to the larger of top and sink, so that neither exponent overflows.
     shift = tl.where(is_blind, 0.0, tl.maximum(top, sink))
     decay = tl.where(is_blind, 0.0, tl.exp2(top - shift))
@@ -174,10 +201,6 @@ def _finish(
     even, odd = sum_even * share, sum_odd * share
     if R2 > 0:
         even, odd = bf16_rounded(even), bf16_rounded(odd)
-        pair = channel - (HALF - R2)
-        place = rotation_ptr + t * R2 + pair
-        cos = tl.load(place, mask=pair >= 0, other=1.0)[None, :]
-        sin = tl.load(place + T * R2, mask=pair >= 0, other=0.0)[None, :]
         even, odd = even * cos + odd * sin, odd * cos - even * sin
     words = bf16_bits(even) | (bf16_bits(odd) << 16)
     at = (t * H + heads[:, None]) * HALF + channel[None, :]
@@ -186,7 +209,7 @@ def _finish(
 
 @triton.jit
 def _add_stretches(
-    sums_ptr, stats_ptr, sink_ptr, rotation_ptr, out_ptr, t, T, heads, share,
+    sums_ptr, stats_ptr, sink, cos, sin, out_ptr, t, heads, share,
     H: tl.constexpr, HALF: tl.constexpr, SPLITS: tl.constexpr, SHARES: tl.constexpr,
     R2: tl.constexpr,
 ):  # fmt: skip
@@ -219,9 +242,8 @@ def _add_stretches(
         weight = tl.broadcast_to(weight[:, None], even.shape)
         even, odd = tl.fma(weight, evens[split], even), tl.fma(weight, odds[split], odd)
     _finish(
-        top, total, even, odd, sink_ptr, rotation_ptr, out_ptr, t, T, heads, share * OWN + column,
-        H, HALF, R2,
-    )  # fmt: skip
+        top, total, even, odd, sink, cos, sin, out_ptr, t, heads, share * OWN + column, H, HALF, R2
+    )
 
 
 @triton.jit
@@ -230,18 +252,31 @@ def _split_kernel(
     out_ptr, sums_ptr, stats_ptr, T, W, K, factor,
     H: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, KEYS: tl.constexpr,
     SPLITS: tl.constexpr, SHARES: tl.constexpr, R2: tl.constexpr, FAST: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    AHEAD: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Sum HEADS heads of a query over a stretch of slots, for all channels or every SHARES-th part.
 
-    With two shares a program reads all channels for its scores and adds up half of them.
+    With two shares a program reads all channels for its scores and adds up half of them. AHEAD: a
+    stretch is at most one tile, and its rows are read before the wait for the launch before.
     """
-    wait_for_earlier(OVERLAP)
     OWN: tl.constexpr = HALF // SHARES
     split, t = tl.program_id(0), tl.program_id(2).to(tl.int64)
     share = tl.program_id(1) % SHARES
     heads = tl.program_id(1) // SHARES * HEADS + tl.arange(0, HEADS)
     key = tl.arange(0, KEYS)
+    window_tiles = (W + KEYS - 1) // KEYS
+    if AHEAD:
+        # Past the first-level cache, which may hold what a row was before.
+        if split < window_tiles:
+            seen, row, keep = _rows_at(window_ptr + t * W, split * KEYS + key, W, ".cg")
+            even, odd = _window_planes(
+                ring_ptr, ring_scale_ptr, row, keep, 0, HALF, OWN, KEYS, FAST, ".cg"
+            )
+        else:
+            slot = (split - window_tiles) * KEYS + key
+            seen, row, keep = _rows_at(entry_ptr + t * K, slot, K, ".cg")
+            even, odd = _entry_planes(main_ptr, row, keep, 0, HALF, OWN, KEYS, FAST, ".cg")
+    wait_for_earlier(OVERLAP)
     q_even, q_odd = _query_planes(q_ptr, t, heads, share, H, HALF, OWN, FAST)
     if SHARES == 2:
         other_even, other_odd = _query_planes(q_ptr, t, heads, 1 - share, H, HALF, OWN, FAST)
@@ -249,52 +284,53 @@ def _split_kernel(
     total = tl.zeros([HEADS], tl.float32)
     sum_even = tl.zeros([HEADS, OWN], tl.float32)
     sum_odd = tl.zeros([HEADS, OWN], tl.float32)
-    window_tiles = (W + KEYS - 1) // KEYS
-    tiles = window_tiles + (K + KEYS - 1) // KEYS
-    first, last = split * tiles // SPLITS, (split + 1) * tiles // SPLITS
-    for tile in range(first, tl.minimum(last, window_tiles)):
-        slot = tile * KEYS + key
-        index = tl.load(window_ptr + t * W + slot, mask=slot < W, other=-1)
-        seen = index >= 0
-        row = tl.where(seen, index, 0).to(tl.int64)[:, None, None]
-        keep = seen[:, None, None]
-        even, odd = _window_planes(
-            ring_ptr, ring_scale_ptr, row, keep, share, HALF, OWN, KEYS, FAST
-        )
-        if SHARES == 2:
-            more_even, more_odd = _window_planes(
-                ring_ptr, ring_scale_ptr, row, keep, 1 - share, HALF, OWN, KEYS, FAST
-            )
+    if AHEAD:
         scores = _add_scores(tl.zeros([HEADS, KEYS], tl.float32), q_even, q_odd, even, odd)
-        if SHARES == 2:
-            scores = _add_scores(scores, other_even, other_odd, more_even, more_odd)
         top, total, sum_even, sum_odd = _online_step(
             scores, even, odd, seen, factor, top, total, sum_even, sum_odd, FAST
         )
-    for tile in range(tl.maximum(first, window_tiles), last):
-        slot = (tile - window_tiles) * KEYS + key
-        index = tl.load(entry_ptr + t * K + slot, mask=slot < K, other=-1)
-        seen = index >= 0
-        row = tl.where(seen, index, 0).to(tl.int64)[:, None, None]
-        keep = seen[:, None, None]
-        even, odd = _entry_planes(main_ptr, row, keep, share, HALF, OWN, KEYS, FAST)
-        if SHARES == 2:
-            more_even, more_odd = _entry_planes(
-                main_ptr, row, keep, 1 - share, HALF, OWN, KEYS, FAST
+    else:
+        tiles = window_tiles + (K + KEYS - 1) // KEYS
+        first, last = split * tiles // SPLITS, (split + 1) * tiles // SPLITS
+        for tile in range(first, tl.minimum(last, window_tiles)):
+            seen, row, keep = _rows_at(window_ptr + t * W, tile * KEYS + key, W, "")
+            even, odd = _window_planes(
+                ring_ptr, ring_scale_ptr, row, keep, share, HALF, OWN, KEYS, FAST, ""
             )
-        scores = _add_scores(tl.zeros([HEADS, KEYS], tl.float32), q_even, q_odd, even, odd)
-        if SHARES == 2:
-            scores = _add_scores(scores, other_even, other_odd, more_even, more_odd)
-        top, total, sum_even, sum_odd = _online_step(
-            scores, even, odd, seen, factor, top, total, sum_even, sum_odd, FAST
-        )
+            if SHARES == 2:
+                more_even, more_odd = _window_planes(
+                    ring_ptr, ring_scale_ptr, row, keep, 1 - share, HALF, OWN, KEYS, FAST, ""
+                )
+            scores = _add_scores(tl.zeros([HEADS, KEYS], tl.float32), q_even, q_odd, even, odd)
+            if SHARES == 2:
+                scores = _add_scores(scores, other_even, other_odd, more_even, more_odd)
+            top, total, sum_even, sum_odd = _online_step(
+                scores, even, odd, seen, factor, top, total, sum_even, sum_odd, FAST
+            )
+        for tile in range(tl.maximum(first, window_tiles), last):
+            slot = (tile - window_tiles) * KEYS + key
+            seen, row, keep = _rows_at(entry_ptr + t * K, slot, K, "")
+            even, odd = _entry_planes(main_ptr, row, keep, share, HALF, OWN, KEYS, FAST, "")
+            if SHARES == 2:
+                more_even, more_odd = _entry_planes(
+                    main_ptr, row, keep, 1 - share, HALF, OWN, KEYS, FAST, ""
+                )
+            scores = _add_scores(tl.zeros([HEADS, KEYS], tl.float32), q_even, q_odd, even, odd)
+            if SHARES == 2:
+                scores = _add_scores(scores, other_even, other_odd, more_even, more_odd)
+            top, total, sum_even, sum_odd = _online_step(
+                scores, even, odd, seen, factor, top, total, sum_even, sum_odd, FAST
+            )
     let_next_start(OVERLAP)
     column = tl.arange(0, OWN)
     if SPLITS == 1:
+        channel = share * OWN + column
+        sink, cos, sin = _sinks_and_angles(
+            sink_ptr, rotation_ptr, t, T, heads, channel, H, HALF, R2
+        )
         _finish(
-            top, total, sum_even, sum_odd, sink_ptr, rotation_ptr, out_ptr, t, T, heads,
-            share * OWN + column, H, HALF, R2,
-        )  # fmt: skip
+            top, total, sum_even, sum_odd, sink, cos, sin, out_ptr, t, heads, channel, H, HALF, R2
+        )
     else:
         # Each share has stats of its own: it added up its scores in another order.
         at = (((t * SPLITS + split) * SHARES + share) * H + heads) * 2
@@ -312,13 +348,15 @@ def _combine_kernel(
     R2: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Add the stretches of one head and one share of its channels."""
-    wait_for_earlier(OVERLAP)
     t = tl.program_id(1).to(tl.int64)
-    head = tl.program_id(0) // SHARES + tl.arange(0, 1)
+    head, share = tl.program_id(0) // SHARES + tl.arange(0, 1), tl.program_id(0) % SHARES
+    channel = share * (HALF // SHARES) + tl.arange(0, HALF // SHARES)
+    # No launch nearby writes these.
+    sink, cos, sin = _sinks_and_angles(sink_ptr, rotation_ptr, t, T, head, channel, H, HALF, R2)
+    wait_for_earlier(OVERLAP)
     _add_stretches(
-        sums_ptr, stats_ptr, sink_ptr, rotation_ptr, out_ptr, t, T, head, tl.program_id(0) % SHARES,
-        H, HALF, SPLITS, SHARES, R2,
-    )  # fmt: skip
+        sums_ptr, stats_ptr, sink, cos, sin, out_ptr, t, head, share, H, HALF, SPLITS, SHARES, R2
+    )
 
 
 def _power_of_two(value: int) -> bool:
@@ -359,6 +397,7 @@ def gather_attention(
     rotation: Tensor | None = None,
     *,
     invariant: bool = False,
+    settled: bool = False,
     overlaps: tuple[int, int] = (Overlap.NONE, Overlap.NONE),
     launch: AttentionLaunch | None = None,
 ) -> Tensor:
@@ -367,6 +406,7 @@ def gather_attention(
     Sums are fp32; probabilities are rounded to bf16 relative to the running maximum of their
     stretch, where D04 takes the final one.
 
+    settled   the launch before wrote no row or index, `q` alone: rows may be read before the wait
     overlaps  an `Overlap` for each of the two launches
     """
     reason = gather_attention_unsupported(q, ring, main)
@@ -389,11 +429,13 @@ def gather_attention(
     turn = sink if rotation is None else rotation
     words = out.view(torch.int32)
     sizes = {"H": heads, "HALF": dim // 2, "R2": half_turn, "SPLITS": splits, "SHARES": shares}
+    tiles = -(-width // launch.keys) + -(-chosen // launch.keys)
     _split_kernel[grid](
         q.contiguous().view(torch.int32), ring.view(torch.int16), ring,
         window_index, ring if main is None else main, entry_index, sink, turn,
         words, sums, stats, tokens, width, chosen, dim**-0.5 * _LOG2_E,
         HEADS=tile_heads, KEYS=launch.keys, FAST=not is_interpreted(_split_kernel),
+        AHEAD=settled and shares == 1 and tiles <= splits,
         num_warps=launch.num_warps, num_stages=launch.num_stages, **sizes,
         **overlap_options(overlaps[0], q.device),
     )  # fmt: skip

@@ -59,11 +59,15 @@ class Site(NamedTuple):
 
 
 class SiteOutput(NamedTuple):
-    """What a site hands on: the sub-layer's input, plain and rounded, and its coefficients."""
+    """What a site hands on: the sub-layer's input, plain and rounded, and its coefficients.
+
+    mix  or what they are made of, if the next site is to make them: fp32 [T, 24] logits, of pre and
+         post before their sigmoids and of comb before its softmax
+    """
 
     x: Tensor
     x_rounded: Tensor
-    mix: HyperMix
+    mix: HyperMix | Tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,50 +165,40 @@ def _reciprocal(x, UPCAST: tl.constexpr):
 
 
 @triton.jit
-def _coefficients(
-    total, base, scale, token, C, pre_ptr, post_ptr, comb_ptr, iterations, norm_eps, eps,
-    UPCAST: tl.constexpr,
-):  # fmt: skip
-    """Store pre, post and the balanced comb of a token, from its sums; all three are [32]."""
+def _logits(total, base, scale, C, norm_eps):
+    """Return what a token's coefficients are made of, from its sums; all are [32]."""
     row = tl.arange(0, _PADDED)
     square = tl.sum(tl.where(row == 24, total, 0.0), axis=0)
     inverse = tl.rsqrt(square / tl.cast(4 * C, tl.float32) + norm_eps)
-    rows = tl.reshape(scale * (total * inverse) + base, (8, 4))  # pre, post, the matrix
+    return scale * (total * inverse) + base
+
+
+@triton.jit
+def _coefficients(logits, iterations, eps, UPCAST: tl.constexpr):
+    """Return pre, post and the balanced comb, four rows of it, each four scalars; logits [32]."""
+    rows = tl.reshape(logits, (8, 4))  # pre, post, the matrix
     gate = 1.0 / (1.0 + tl.exp(-rows))
-    _store_four(pre_ptr + token * 4, *_numbers(gate + eps, 0))
-    _store_four(post_ptr + token * 4, *_numbers(2.0 * gate, 1))
+    pre, post = _numbers(gate + eps, 0), _numbers(2.0 * gate, 1)
     comb = tl.exp(rows - tl.max(rows, axis=1)[:, None])
     comb = comb * _reciprocal(tl.sum(comb, axis=1), UPCAST)[:, None] + eps
     # Sixteen numbers, the same in every thread: a round is four sums and four quotients by rows,
     # then by columns. What the rows are divided by is found at the end of the round before.
-    a0, a1, a2, a3 = _numbers(comb, 2)
-    b0, b1, b2, b3 = _numbers(comb, 3)
-    c0, c1, c2, c3 = _numbers(comb, 4)
-    d0, d1, d2, d3 = _numbers(comb, 5)
+    a, b, c, d = _numbers(comb, 2), _numbers(comb, 3), _numbers(comb, 4), _numbers(comb, 5)
     of_a = tl.full((), 1.0, tl.float32)
     of_b, of_c, of_d = of_a, of_a, of_a
     for _ in range(iterations):
-        a0, a1, a2, a3 = a0 * of_a, a1 * of_a, a2 * of_a, a3 * of_a
-        b0, b1, b2, b3 = b0 * of_b, b1 * of_b, b2 * of_b, b3 * of_b
-        c0, c1, c2, c3 = c0 * of_c, c1 * of_c, c2 * of_c, c3 * of_c
-        d0, d1, d2, d3 = d0 * of_d, d1 * of_d, d2 * of_d, d3 * of_d
-        of_0 = _inverse_sum(a0, b0, c0, d0, eps, UPCAST)
-        of_1 = _inverse_sum(a1, b1, c1, d1, eps, UPCAST)
-        of_2 = _inverse_sum(a2, b2, c2, d2, eps, UPCAST)
-        of_3 = _inverse_sum(a3, b3, c3, d3, eps, UPCAST)
-        a0, a1, a2, a3 = a0 * of_0, a1 * of_1, a2 * of_2, a3 * of_3
-        b0, b1, b2, b3 = b0 * of_0, b1 * of_1, b2 * of_2, b3 * of_3
-        c0, c1, c2, c3 = c0 * of_0, c1 * of_1, c2 * of_2, c3 * of_3
-        d0, d1, d2, d3 = d0 * of_0, d1 * of_1, d2 * of_2, d3 * of_3
-        of_a = _inverse_sum(a0, a1, a2, a3, eps, UPCAST)
-        of_b = _inverse_sum(b0, b1, b2, b3, eps, UPCAST)
-        of_c = _inverse_sum(c0, c1, c2, c3, eps, UPCAST)
-        of_d = _inverse_sum(d0, d1, d2, d3, eps, UPCAST)
-    comb_ptr += token * 16
-    _store_four(comb_ptr, a0, a1, a2, a3)
-    _store_four(comb_ptr + 4, b0, b1, b2, b3)
-    _store_four(comb_ptr + 8, c0, c1, c2, c3)
-    _store_four(comb_ptr + 12, d0, d1, d2, d3)
+        a, b, c, d = _times(a, of_a), _times(b, of_b), _times(c, of_c), _times(d, of_d)
+        of_0 = _inverse_sum((a[0], b[0], c[0], d[0]), eps, UPCAST)
+        of_1 = _inverse_sum((a[1], b[1], c[1], d[1]), eps, UPCAST)
+        of_2 = _inverse_sum((a[2], b[2], c[2], d[2]), eps, UPCAST)
+        of_3 = _inverse_sum((a[3], b[3], c[3], d[3]), eps, UPCAST)
+        a = a[0] * of_0, a[1] * of_1, a[2] * of_2, a[3] * of_3
+        b = b[0] * of_0, b[1] * of_1, b[2] * of_2, b[3] * of_3
+        c = c[0] * of_0, c[1] * of_1, c[2] * of_2, c[3] * of_3
+        d = d[0] * of_0, d[1] * of_1, d[2] * of_2, d[3] * of_3
+        of_a, of_b = _inverse_sum(a, eps, UPCAST), _inverse_sum(b, eps, UPCAST)
+        of_c, of_d = _inverse_sum(c, eps, UPCAST), _inverse_sum(d, eps, UPCAST)
+    return pre, post, (a, b, c, d)
 
 
 @triton.jit
@@ -218,17 +212,27 @@ def _numbers(rows, place: tl.constexpr):
 
 
 @triton.jit
-def _inverse_sum(x0, x1, x2, x3, eps, UPCAST: tl.constexpr):
-    # Quotients come one after the other out of the unit that inverts, and are added as they come.
-    return _reciprocal(((eps + x0) + x1 + x2) + x3, UPCAST)
+def _times(row, by):
+    return row[0] * by, row[1] * by, row[2] * by, row[3] * by
 
 
 @triton.jit
-def _store_four(at, v0, v1, v2, v3):
-    tl.store(at, v0)
-    tl.store(at + 1, v1)
-    tl.store(at + 2, v2)
-    tl.store(at + 3, v3)
+def _inverse_sum(x, eps, UPCAST: tl.constexpr):
+    # Quotients come one after the other out of the unit that inverts, and are added as they come.
+    return _reciprocal(((eps + x[0]) + x[1] + x[2]) + x[3], UPCAST)
+
+
+@triton.jit
+def _store_coefficients(
+    logits, token, pre_ptr, post_ptr, comb_ptr, iterations, eps, UPCAST: tl.constexpr
+):
+    pre, post, comb = _coefficients(logits, iterations, eps, UPCAST)
+    comb_ptr += token * 16
+    for i in tl.static_range(4):
+        tl.store(pre_ptr + token * 4 + i, pre[i])
+        tl.store(post_ptr + token * 4 + i, post[i])
+        for j in tl.static_range(4):
+            tl.store(comb_ptr + 4 * i + j, comb[i][j])
 
 
 @triton.jit
@@ -299,30 +303,57 @@ def _sum_of_parts(at, C, keep, PARTS: tl.constexpr, UPCAST: tl.constexpr):
 
 
 @triton.jit
-def _expanded(
-    s0, s1, s2, s3, y0, y1, y2, y3, comb_ptr, token, inside, UPCAST: tl.constexpr
-):  # fmt: skip
-    """Return the streams s [R, CS], mixed, each plus its y; token and inside are [R] or [1]."""
-    a0, a1, a2, a3 = _row_of_four(comb_ptr + token * 16, inside)
-    b0, b1, b2, b3 = _row_of_four(comb_ptr + token * 16 + 4, inside)
-    c0, c1, c2, c3 = _row_of_four(comb_ptr + token * 16 + 8, inside)
-    d0, d1, d2, d3 = _row_of_four(comb_ptr + token * 16 + 12, inside)
-    # In the order of the reference.
-    u0 = _rounded(y0 + ((a0 * s0 + b0 * s1) + (c0 * s2 + d0 * s3)), UPCAST)
-    u1 = _rounded(y1 + ((a1 * s0 + b1 * s1) + (c1 * s2 + d1 * s3)), UPCAST)
-    u2 = _rounded(y2 + ((a2 * s0 + b2 * s1) + (c2 * s2 + d2 * s3)), UPCAST)
-    u3 = _rounded(y3 + ((a3 * s0 + b3 * s1) + (c3 * s2 + d3 * s3)), UPCAST)
-    return u0, u1, u2, u3
+def _expanded(s, y, post, comb, UPCAST: tl.constexpr):
+    """Return the streams s, four [R, CS], mixed by comb, each plus post times y."""
+    a, b, c, d = comb
+    u = ()
+    for j in tl.static_range(4):
+        # In the order of the reference.
+        mixed = (a[j] * s[0] + b[j] * s[1]) + (c[j] * s[2] + d[j] * s[3])
+        u += (_rounded(post[j] * y + mixed, UPCAST),)
+    return u
 
 
 @triton.jit
-def _row_of_four(at, inside):
+def _collapsed(s, pre, UPCAST: tl.constexpr):
+    return _rounded(((pre[0] * s[0] + pre[1] * s[1]) + pre[2] * s[2]) + pre[3] * s[3], UPCAST)
+
+
+@triton.jit
+def _squares(s):
+    return (s[0] * s[0] + s[1] * s[1]) + (s[2] * s[2] + s[3] * s[3])
+
+
+@triton.jit
+def _four_at(at, step, keep, other):
+    """Return what lies at the pointers and one, two and three steps behind them."""
+    v0, v1 = tl.load(at, mask=keep, other=other), tl.load(at + step, mask=keep, other=other)
+    v2 = tl.load(at + 2 * step, mask=keep, other=other)
+    return v0, v1, v2, tl.load(at + 3 * step, mask=keep, other=other)
+
+
+@triton.jit
+def _columns_of_four(at, inside):
     """Return four neighbours at each of the pointers [R], as columns [R, 1]."""
-    v0 = tl.load(at, mask=inside, other=0.0)[:, None]
-    v1 = tl.load(at + 1, mask=inside, other=0.0)[:, None]
-    v2 = tl.load(at + 2, mask=inside, other=0.0)[:, None]
-    v3 = tl.load(at + 3, mask=inside, other=0.0)[:, None]
-    return v0, v1, v2, v3
+    return _four_at(at[:, None], 1, inside[:, None], 0.0)
+
+
+@triton.jit
+def _comb_at(at, inside):
+    """Return the four rows of four at each of the pointers [R], as columns [R, 1]."""
+    a, b = _columns_of_four(at, inside), _columns_of_four(at + 4, inside)
+    return a, b, _columns_of_four(at + 8, inside), _columns_of_four(at + 12, inside)
+
+
+@triton.jit
+def _in_fp32(x):
+    return x[0].to(tl.float32), x[1].to(tl.float32), x[2].to(tl.float32), x[3].to(tl.float32)
+
+
+@triton.jit
+def _store_streams(at, C, s, keep):
+    for n in tl.static_range(4):
+        tl.store(at + n * C, s[n].to(at.dtype.element_ty), mask=keep)
 
 
 @triton.jit
@@ -368,34 +399,26 @@ def _streams_kernel(
     token = t.to(tl.int64)
     wait_for_earlier(OVERLAP)
     keep = tl.broadcast_to(inside[:, None], (TB, CS))
-    i0, i1, i2, i3 = _row_of_four(incoming_ptr + token * 4, inside)
+    pre = _columns_of_four(incoming_ptr + token * 4, inside)
     if PARTS:
-        p0, p1, p2, p3 = _row_of_four(post_ptr + token * 4, inside)
+        post = _columns_of_four(post_ptr + token * 4, inside)
         at_parts = parts_ptr + token[:, None] * (PARTS * C) + own[None, :]
         y = _sum_of_parts(at_parts, C, keep, PARTS, UPCAST)
     tl.debug_barrier()  # as in `_total`
-    at = token[:, None] * (4 * C) + own[None, :]
-    s0 = tl.load(streams_ptr + at, mask=keep, other=0.0).to(tl.float32)
-    s1 = tl.load(streams_ptr + at + C, mask=keep, other=0.0).to(tl.float32)
-    s2 = tl.load(streams_ptr + at + 2 * C, mask=keep, other=0.0).to(tl.float32)
-    s3 = tl.load(streams_ptr + at + 3 * C, mask=keep, other=0.0).to(tl.float32)
+    at = streams_ptr + token[:, None] * (4 * C) + own[None, :]
+    s = _in_fp32(_four_at(at, C, keep, 0.0))
     if PARTS:
-        s0, s1, s2, s3 = _expanded(
-            s0, s1, s2, s3, p0 * y, p1 * y, p2 * y, p3 * y, comb_ptr, token, inside, UPCAST
-        )  # fmt: skip
-        kind = streams_ptr.dtype.element_ty
-        tl.store(streams_ptr + at, s0.to(kind), mask=keep)
-        tl.store(streams_ptr + at + C, s1.to(kind), mask=keep)
-        tl.store(streams_ptr + at + 2 * C, s2.to(kind), mask=keep)
-        tl.store(streams_ptr + at + 3 * C, s3.to(kind), mask=keep)
-    z = _rounded(((i0 * s0 + i1 * s1) + i2 * s2) + i3 * s3, UPCAST)
+        s = _expanded(s, y, post, _comb_at(comb_ptr + token * 16, inside), UPCAST)
+        _store_streams(at, C, s, keep)
+    z = _collapsed(s, pre, UPCAST)
     tl.store(z_ptr + token[:, None] * C + own[None, :], z.to(z_ptr.dtype.element_ty), mask=keep)
     at_sums = sums_ptr + (token * tl.num_programs(0) + piece) * _PADDED
-    squares = (s0 * s0 + s1 * s1) + (s2 * s2 + s3 * s3)
-    both = tl.join(tl.sum(squares, axis=1), tl.sum(z * z, axis=1))
+    both = tl.join(tl.sum(_squares(s), axis=1), tl.sum(z * z, axis=1))
     place = 24 + tl.arange(0, 2)[None, :]
     tl.store(at_sums[:, None] + place, both, mask=inside[:, None])
-    u = tl.join(tl.join(s0, s2), tl.join(s1, s3))  # [TB, CS, high bit, low bit of the stream]
+    u = tl.join(
+        tl.join(s[0], s[2]), tl.join(s[1], s[3])
+    )  # [TB, CS, high bit, low bit of the stream]
     u = tl.reshape(tl.permute(u, (0, 2, 3, 1)), (TB, 4 * CS))
     let_next_start(OVERLAP)
     acc = _dot_parts(u, fn, tl.zeros([TB, _PADDED], tl.float32), UPCAST)
@@ -413,9 +436,10 @@ def _site_end_kernel(
     if part == 0:
         base, scale = _row_constants(base_ptr, scale_ptr)
         wait_for_earlier(OVERLAP)
-        _coefficients(
-            _total(sums_ptr, token, pieces, SP), base, scale, token, C,
-            new_pre_ptr, new_post_ptr, new_comb_ptr, iterations, norm_eps, eps, UPCAST,
+        total = _total(sums_ptr, token, pieces, SP)
+        _store_coefficients(
+            _logits(total, base, scale, C, norm_eps), token,
+            new_pre_ptr, new_post_ptr, new_comb_ptr, iterations, eps, UPCAST,
         )  # fmt: skip
     else:
         c = (part - 1) * CP + tl.arange(0, CP)
@@ -432,14 +456,18 @@ def _site_end_kernel(
 
 @triton.jit
 def _site_kernel(
-    streams_ptr, parts_ptr, post_ptr, comb_ptr, incoming_ptr,
+    streams_ptr, parts_ptr, post_ptr, comb_ptr, incoming_ptr, logits_ptr,
     fn_ptr, base_ptr, scale_ptr, norm_ptr,
-    x_ptr, rounded_ptr, new_pre_ptr, new_post_ptr, new_comb_ptr,
+    x_ptr, rounded_ptr, new_pre_ptr, new_post_ptr, new_comb_ptr, new_logits_ptr,
     z_ptr, sums_ptr, count_ptr, C, iterations, norm_eps, eps,
     CS: tl.constexpr, SP: tl.constexpr, CA: tl.constexpr, CB: tl.constexpr,
-    PARTS: tl.constexpr, OVERLAP: tl.constexpr, UPCAST: tl.constexpr,
+    PARTS: tl.constexpr, MAKES: tl.constexpr, LATE: tl.constexpr, OVERLAP: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """One token, CS channels of all streams; the last program does the rest, CA + CB channels."""
+    """One token, CS channels of all streams; the last program does the rest, CA + CB channels.
+
+    MAKES: the coefficients of the site before, from its logits; LATE: its own are left to the next.
+    """
     piece, token = tl.program_id(0), tl.program_id(1).to(tl.int64)
     row = tl.arange(0, _PADDED)
     # Channels for each row of the projection: threads of another row load and compute the same, so
@@ -448,37 +476,34 @@ def _site_kernel(
     # What no launch of a step writes is asked for before the wait.
     at_fn = fn_ptr + (row[:, None] * (4 * C) + own)
     is_projected = tl.broadcast_to((row < 24)[:, None], (_PADDED, CS))
-    f0 = tl.load(at_fn, mask=is_projected, other=0.0)
-    f1 = tl.load(at_fn + C, mask=is_projected, other=0.0)
-    f2 = tl.load(at_fn + 2 * C, mask=is_projected, other=0.0)
-    f3 = tl.load(at_fn + 3 * C, mask=is_projected, other=0.0)
+    f = _four_at(at_fn, C, is_projected, 0.0)
+    if MAKES:
+        # Every program makes them, while the sub-layer between ends; its own last program would be
+        # waited for. The site before ended long ago; past the first-level cache nothing is older.
+        at_logits = logits_ptr + token * 24 + row
+        logits = tl.load(at_logits, mask=row < 24, other=0.0, cache_modifier=".cg")
+        pre, post, comb = _coefficients(logits, iterations, eps, UPCAST)
     wait_for_earlier(OVERLAP)
     one = token + tl.arange(0, 1)
-    i0, i1, i2, i3 = _row_of_four(incoming_ptr + one * 4, one == token)
+    if not MAKES:
+        pre = _columns_of_four(incoming_ptr + one * 4, one == token)
+        if PARTS:
+            post = _columns_of_four(post_ptr + one * 4, one == token)
+            comb = _comb_at(comb_ptr + one * 16, one == token)
     if PARTS:
-        p0, p1, p2, p3 = _row_of_four(post_ptr + one * 4, one == token)
         y = _sum_of_parts(parts_ptr + token * (PARTS * C) + own, C, None, PARTS, UPCAST)
     tl.debug_barrier()  # as in `_total`
     at = streams_ptr + token * (4 * C) + own
-    s0 = tl.load(at).to(tl.float32)
-    s1 = tl.load(at + C).to(tl.float32)
-    s2 = tl.load(at + 2 * C).to(tl.float32)
-    s3 = tl.load(at + 3 * C).to(tl.float32)
+    s = _in_fp32(_four_at(at, C, None, None))
     is_first = row[:, None] == 0
     if PARTS:
-        s0, s1, s2, s3 = _expanded(
-            s0, s1, s2, s3, p0 * y, p1 * y, p2 * y, p3 * y, comb_ptr, one, one == token, UPCAST
-        )  # fmt: skip
-        kind = streams_ptr.dtype.element_ty
+        s = _expanded(s, y, post, comb, UPCAST)
         tl.debug_barrier()  # every row has what the first one writes over
-        tl.store(at, s0.to(kind), mask=is_first)
-        tl.store(at + C, s1.to(kind), mask=is_first)
-        tl.store(at + 2 * C, s2.to(kind), mask=is_first)
-        tl.store(at + 3 * C, s3.to(kind), mask=is_first)
-    z = _rounded(((i0 * s0 + i1 * s1) + i2 * s2) + i3 * s3, UPCAST)
+        _store_streams(at, C, s, is_first)
+    z = _collapsed(s, pre, UPCAST)
     tl.store(z_ptr + token * C + own, z.to(z_ptr.dtype.element_ty), mask=is_first)
-    m = (f0 * s0 + f1 * s1) + (f2 * s2 + f3 * s3)
-    m = tl.where(row[:, None] == 24, (s0 * s0 + s1 * s1) + (s2 * s2 + s3 * s3), m)
+    m = (f[0] * s[0] + f[1] * s[1]) + (f[2] * s[2] + f[3] * s[3])
+    m = tl.where(row[:, None] == 24, _squares(s), m)
     m = tl.where(row[:, None] == 25, z * z, m)
     # What the last program will need is on its way while the programs meet.
     base, scale = _row_constants(base_ptr, scale_ptr)
@@ -499,10 +524,13 @@ def _site_kernel(
         rounded_ptr += token * C
         _store_normed(za, weight_a, r, x_ptr, rounded_ptr, a, C, CA, UPCAST)
         _store_normed(zb, weight_b, r, x_ptr, rounded_ptr, b, C, CB, UPCAST)
-        _coefficients(
-            total, base, scale, token, C,
-            new_pre_ptr, new_post_ptr, new_comb_ptr, iterations, norm_eps, eps, UPCAST,
-        )  # fmt: skip
+        logits = _logits(total, base, scale, C, norm_eps)
+        if LATE:
+            tl.store(new_logits_ptr + token * 24 + row, logits, mask=row < 24)
+        else:
+            _store_coefficients(
+                logits, token, new_pre_ptr, new_post_ptr, new_comb_ptr, iterations, eps, UPCAST
+            )
 
 
 def site_unsupported(streams: Tensor, site: Site) -> str | None:
@@ -547,34 +575,44 @@ def site_launch(tokens: int, device: torch.device, invariant: bool = False) -> S
 def hyper_site(
     streams: Tensor,
     parts: Tensor | None,
-    before: HyperMix | None,
-    incoming: Tensor,
+    before: HyperMix | Tensor | None,
+    incoming: Tensor | None,
     site: Site,
     *,
     iterations: int,
     norm_eps: float,
     eps: float,
+    late: bool = False,
     launch: SiteLaunch | None = None,
     scratch: SiteScratch | None = None,
     overlap: int = Overlap.NONE,
 ) -> SiteOutput:
     """Same contract as `hyper_site_ref`, up to the order of the fp32 sums.
 
-    overlap  an `Overlap`
+    before    or the logits of the site before, made two launches ago or earlier; then `incoming`,
+              its pre, is None, and the launch is not `apart`
+    late      leave the logits to the next site, unless the launch is `apart`: its programs make the
+              coefficients before they wait, where the last program here would be waited for; each
+              does, so this is for few tokens
+    overlap   an `Overlap`
     """
     reason = site_unsupported(streams, site)
     if reason is not None:
         raise SiteUnsupportedError(f"hyper_site: {reason}")
     tokens, _, channels = streams.shape
+    launch = site_launch(max(1, tokens), streams.device) if launch is None else launch
+    makes, late = isinstance(before, Tensor), late and not launch.apart
+    if makes is not (incoming is None) or (makes and launch.apart):
+        raise SiteUnsupportedError(
+            "hyper_site: before: logits, and incoming None, for a launch that is not apart; or"
+            " coefficients and incoming"
+        )
     x = streams.new_empty(tokens, channels)
-    out = SiteOutput(
-        x,
-        torch.empty_like(x),
-        HyperMix(*(torch.empty(tokens, *s, device=x.device) for s in ((4,), (4,), (4, 4)))),
-    )
+    mix = HyperMix(*(torch.empty(tokens, *s, device=x.device) for s in ((4,), (4,), (4, 4))))
+    logits = torch.empty(tokens, _ROWS, device=x.device) if late else mix.comb
+    out = SiteOutput(x, torch.empty_like(x), logits if late else mix)
     if not tokens:
         return out
-    launch = site_launch(tokens, x.device) if launch is None else launch
     width = launch.channels
     while channels % width:
         width //= 2
@@ -583,8 +621,8 @@ def hyper_site(
             f"hyper_site: launch: slices of {width} channels, expected at least {GROUP}"
         )
     scratch = site_scratch(tokens, channels, x.device) if scratch is None else scratch
-    unread = out.mix  # pointers that PARTS = 0 never follows
-    old = unread if before is None else before
+    # Pointers that nothing follows: without parts, or with logits instead.
+    old = before if isinstance(before, HyperMix) else mix
     shared = {
         "PARTS": 0 if parts is None else parts.shape[1],
         "UPCAST": is_interpreted(_site_kernel),
@@ -592,7 +630,10 @@ def hyper_site(
     }
     pieces = channels // width
     padded = triton.next_power_of_2(pieces)
-    given = streams, streams if parts is None else parts, old.post, old.comb, incoming
+    given = (
+        streams, streams if parts is None else parts, old.post, old.comb,
+        mix.pre if incoming is None else incoming,
+    )  # fmt: skip
     if launch.apart:
         _streams_kernel[(pieces, triton.cdiv(tokens, 16))](
             *given, site.fn, *scratch[:2], tokens, channels,
@@ -601,13 +642,14 @@ def hyper_site(
         del shared["PARTS"]
         part = min(_END_CHANNELS, triton.next_power_of_2(channels))
         _site_end_kernel[(tokens, 1 + triton.cdiv(channels, part))](
-            *site[1:], *out[:2], *out.mix, *scratch[:2], channels, pieces,
+            *site[1:], *out[:2], *mix, *scratch[:2], channels, pieces,
             iterations, norm_eps, eps, SP=padded, CP=part, num_warps=4, **shared,
         )  # fmt: skip
         return out
     most = 1 << channels.bit_length() - 1
     _site_kernel[(pieces, tokens)](
-        *given, *site, *out[:2], *out.mix, *scratch, channels, iterations, norm_eps, eps,
+        *given, before if makes else logits, *site, *out[:2], *mix, logits, *scratch,
+        channels, iterations, norm_eps, eps, MAKES=makes, LATE=late,
         CS=width, SP=padded, CA=most,
         CB=max(GROUP, triton.next_power_of_2(channels - most)) if channels > most else GROUP,
         num_warps=launch.warps, **shared,

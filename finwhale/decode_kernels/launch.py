@@ -66,11 +66,12 @@ _AT_ONCE = tl.constexpr(int(Overlap.AT_ONCE))
 
 @triton.jit
 def wait_for_earlier(OVERLAP: tl.constexpr):
-    """Wait until all earlier launches have written their results.
+    """Wait until the launch before has written its results.
 
-    Each program calls this once, before it reads or writes what another launch touches; what no
-    launch of a step writes, weights for instance, may be read earlier. The next launch comes up
-    after this wait, never before: so at its start all launches but this one have ended.
+    A program calls this before it writes anything, or reads what that launch writes. The next one
+    comes up after this wait, never before: so at the start of a launch all have ended but the one
+    before it. What that one does not write may be read earlier: weights, and results of still
+    earlier launches; these past the first-level cache (".cg"), which may hold what they were.
     """
     if OVERLAP > 0:
         cuda.gdc_wait()

@@ -56,6 +56,7 @@ class LinearLaunch:
     rows, columns   BN output rows by BK columns of the matrix per step; rows a multiple of 32 where
                     outputs are rounded
     programs        aimed at; K is split until there are about so many
+    least           steps of a split at least
     block           rows of x per program; 0: by their number. Fixed, a row's sums have one order
     ahead           groups of 32 columns read before the wait for an earlier launch, whole steps of
                     128 columns or more (others: none); of a BF16 matrix and one row of x, the first
@@ -67,6 +68,7 @@ class LinearLaunch:
     programs: int
     warps: int
     stages: int
+    least: int = 2
     block: int = 0
     ahead: int = 0
 
@@ -75,7 +77,7 @@ class LinearLaunch:
 _TILED = LinearLaunch(rows=64, columns=128, programs=528, warps=4, stages=4)
 _LAUNCH: dict[str, tuple[LinearLaunch, LinearLaunch, LinearLaunch]] = {
     "any": (
-        replace(_TILED, programs=924, stages=3, ahead=4),
+        replace(_TILED, programs=924, stages=3, least=5, ahead=4),
         _TILED,
         replace(_TILED, programs=264, stages=3),
     ),
@@ -99,12 +101,13 @@ _INVARIANT_BF16 = {
 # that rounds its outputs. 16 or 32 rows for each warp.
 BENCHED = tuple(
     LinearLaunch(
-        rows=rows, columns=columns, programs=programs, warps=warps, stages=stages, ahead=ahead
+        rows=rows, columns=columns, programs=programs, warps=warps, stages=stages, least=least,
+        ahead=ahead,
     )
-    for rows, columns, programs, warps, stages, ahead in (
-        (64, 128, 396, 4, 4, 0), (64, 128, 528, 4, 4, 0), (64, 128, 264, 4, 3, 0),
-        (64, 128, 924, 4, 3, 0), (64, 128, 924, 4, 3, 4), (64, 128, 528, 4, 3, 4),
-        (64, 128, 264, 4, 3, 4), (64, 256, 528, 4, 2, 0), (128, 128, 396, 4, 3, 4),
+    for rows, columns, programs, warps, stages, least, ahead in (
+        (64, 128, 396, 4, 4, 2, 0), (64, 128, 528, 4, 4, 2, 0), (64, 128, 264, 4, 3, 2, 0),
+        (64, 128, 924, 4, 3, 2, 0), (64, 128, 924, 4, 3, 5, 4), (64, 128, 528, 4, 3, 2, 4),
+        (64, 128, 264, 4, 3, 2, 4), (64, 256, 528, 4, 2, 2, 0), (128, 128, 396, 4, 3, 2, 4),
     )
 )  # fmt: skip
 
@@ -338,7 +341,7 @@ def _shape(launch: LinearLaunch, outputs: int, width: int, groups: int) -> tuple
     while groups > 1 and (outputs // groups) % rows:
         rows //= 2
     tiles, steps = -(-outputs // rows), -(-width // launch.columns)
-    # A split of at least two steps; a count that divides the steps leaves no short one.
-    wanted = max(1, min(launch.programs // tiles, steps // 2))
+    # A count that divides the steps leaves no short split.
+    wanted = max(1, min(launch.programs // tiles, steps // launch.least))
     splits = max(s for s in range(1, wanted + 1) if steps % s == 0)
     return rows, splits, steps // splits * launch.columns

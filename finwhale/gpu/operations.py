@@ -75,7 +75,7 @@ def decode_operations(decoder: GpuDecoder) -> tuple[Operation, ...]:
         (
             "selection",
             "triton select_topk_rows, pool_rows",
-            "exact with the stated tie rule, which torch.topk does not keep",
+            "exact with the stated tie rule, which torch.topk does not keep; beside the products",
         ),
         (
             "attention",

@@ -9,7 +9,8 @@ what is allocated here belongs to the graph and is overwritten. Source: spec/bac
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -46,6 +47,7 @@ from finwhale.decode_kernels.store_rows import (
     rotate_queries,
     store_rows,
 )
+from finwhale.decode_kernels.tiles import counters
 from finwhale.gpu.places import Places, StepPools
 from finwhale.gpu.weights import LayerWeights, Matrix, StepWeights
 from finwhale.ops.hyper_connection import HyperMix
@@ -57,7 +59,8 @@ _SCRATCH, _COUNTERS = 1 << 24, 1 << 15
 # How each launch overlaps with the next; `rest` are those that not every layer has. Measured in
 # whole steps, each by itself: a launch that leaves room, or whose follower is small (`down`: a
 # site), lets it come up at once, to read weights while it runs; others when they have read their
-# own, or the next one's programs gather where there is room by chance.
+# own, or the next one's programs gather where there is room by chance. Of one row, whose launches
+# are all resident at once, more of them leave room.
 _OVERLAPPED = {
     "site": Overlap.AFTER_READING,
     "qkv": Overlap.AFTER_READING,
@@ -72,13 +75,17 @@ _OVERLAPPED = {
     "down": Overlap.AT_ONCE,
     "rest": Overlap.AT_END,
 }
+_AT_ONCE = ("wq_b", "wo_a", "wo_b", "gate_up", "rest")
+_OVERLAPPED_ONE = _OVERLAPPED | dict.fromkeys(_AT_ONCE, Overlap.AT_ONCE)
 # Up to how many rows that pays, by device family.
 _OVERLAPPED_ROWS = {"any": 0, "hopper": 16}
 
 
 def step_overlaps(tokens: int, device: torch.device | str) -> Mapping[str, Overlap]:
     """Return how each launch of a step overlaps with the next; one without an entry does not."""
-    return _OVERLAPPED if tokens <= launch_for(_OVERLAPPED_ROWS, torch.device(device)) else {}
+    if tokens > launch_for(_OVERLAPPED_ROWS, torch.device(device)):
+        return {}
+    return _OVERLAPPED_ONE if tokens == 1 else _OVERLAPPED
 
 
 @dataclass(kw_only=True)
@@ -122,6 +129,15 @@ class Launches:
         )
 
 
+def _scratch(device: torch.device) -> tuple[Tensor, Tensor]:
+    return torch.empty(_SCRATCH, device=device), counters(device, _COUNTERS)
+
+
+def pre_of(mix: HyperMix | Tensor) -> Tensor | None:
+    """Return what the next site collapses with; it makes its own of logits."""
+    return mix.pre if isinstance(mix, HyperMix) else None
+
+
 class DecodeStep:
     """The launches of a step over one set of weights and pools, with scratch of their own.
 
@@ -141,10 +157,11 @@ class DecodeStep:
         self.weights, self.pools = weights, pools
         self.launches = Launches() if launches is None else launches
         c, device = weights.config, weights.device
-        self.scratch = (
-            torch.empty(_SCRATCH, device=device),
-            torch.zeros(_COUNTERS, dtype=torch.int32, device=device),
-        )
+        self.scratch = _scratch(device)
+        # What stores and selects entries runs beside the products of its layer, with own scratch.
+        self.side, self.side_scratch = None, self.scratch
+        if device.type == "cuda":
+            self.side, self.side_scratch = torch.cuda.Stream(device), _scratch(device)
         self.site_scratch = site_scratch(max_rows, c.hidden_size, device)
         self.route_scratch = route_scratch(min(max_rows, MAX_TOKENS), c.n_routed_experts, device)
         self.first_mix = torch.zeros(max_rows, STREAMS, device=device)
@@ -172,55 +189,70 @@ class DecodeStep:
         streams = w.embed[self.ids].unsqueeze(1).repeat(1, c.hc_mult, 1)  # [T, N, C]
         # Ids alone decide them, so nothing of a layer waits for the table.
         gathered = {m.spec.layer_id: self.gather(m) for m in w.layers if m.engram}
-        parts, before, incoming = None, None, self.first_mix[: len(self.ids)]
-        for layer in w.layers:
+        state = streams, None, None, self.first_mix[: len(self.ids)]
+        for layer, after in zip(w.layers, (*w.layers[1:], None), strict=True):
             if layer.engram:
+                streams, parts, before, incoming = state
+                assert not isinstance(before, Tensor)  # not late, below
                 e = layer.engram
                 kv = self.linear(gathered[layer.spec.layer_id], (e["wkv"], e["wkv_scales"]))
                 streams = engram_update(
                     streams, parts, before, kv, e["q_weight"], e["k_weight"], c.rms_norm_eps
                 )
-                parts, before = None, None
-            streams, parts, before, incoming = self.block(layer, streams, parts, before, incoming)
-        return self.site(streams, parts, before, incoming, w.final).x
+                state = streams, None, None, incoming
+            # What comes next is a site, or Engram's gate, which makes no coefficients.
+            state = self.block(layer, *state, after is None or not after.engram)
+        return self.site(*state, w.final, True).x
 
     def head(self, x: Tensor) -> Tensor:
         """Return fp32 logits [T, V]."""
         return head_logits(x, self.weights.head, self.launches.plain, self.scratch)
 
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Launch what follows after all launches so far, but beside those that come next.
+
+        It takes the scratch of its own; `together` ends it.
+        """
+        if self.side is None:
+            yield
+            return
+        self.side.wait_stream(torch.cuda.current_stream(self.side.device))
+        own = self.scratch
+        self.scratch = self.side_scratch
+        try:
+            with torch.cuda.stream(self.side):
+                yield
+        finally:
+            self.scratch = own
+
+    def together(self) -> None:
+        """Let what is launched from now on wait for both."""
+        if self.side is not None:
+            torch.cuda.current_stream(self.side.device).wait_stream(self.side)
+
     def linear(self, x: Tensor, matrix: Matrix, name: str = "rest", **options) -> Tensor:
         launch = self.launches.plain if matrix[1] is None else self.launches.linear
-        return linear_fp8(
-            x,
-            *matrix,
-            launch=launch,
-            scratch=self.scratch,
-            overlap=self.overlap(name),
-            **options,
-        )
+        options |= {"launch": launch, "scratch": self.scratch, "overlap": self.overlap(name)}
+        return linear_fp8(x, *matrix, **options)
 
     def site(
         self,
         streams: Tensor,
         parts: Tensor | None,
-        before: HyperMix | None,
-        incoming: Tensor,
+        before: HyperMix | Tensor | None,
+        incoming: Tensor | None,
         site: Site,
+        late: bool,
     ) -> SiteOutput:
         c = self.weights.config
+        # Of one row alone: for many, all programs would make coefficients of their own.
+        late = late and len(streams) == 1 and not self.launches.invariant
         return hyper_site(
-            streams,
-            parts,
-            before,
-            incoming,
-            site,
-            iterations=c.hc_sinkhorn_iters,
-            norm_eps=c.rms_norm_eps,
-            eps=c.hc_eps,
-            launch=self.launches.site,
-            scratch=self.site_scratch,
-            overlap=self.overlap("site"),
-        )
+            streams, parts, before, incoming, site,
+            iterations=c.hc_sinkhorn_iters, norm_eps=c.rms_norm_eps, eps=c.hc_eps, late=late,
+            launch=self.launches.site, scratch=self.site_scratch, overlap=self.overlap("site"),
+        )  # fmt: skip
 
     def gather(self, layer: LayerWeights) -> Tensor:
         """Return the rounded Engram rows of every token."""
@@ -234,80 +266,63 @@ class DecodeStep:
         layer: LayerWeights,
         streams: Tensor,
         parts: Tensor | None,
-        before: HyperMix | None,
-        incoming: Tensor,
-    ) -> tuple[Tensor, Tensor, HyperMix, Tensor]:
-        """Launch one layer; returns what the next one takes."""
-        out = self.site(streams, parts, before, incoming, layer.attn_site)
+        before: HyperMix | Tensor | None,
+        incoming: Tensor | None,
+        late: bool,
+    ) -> tuple[Tensor, Tensor, HyperMix | Tensor, Tensor | None]:
+        """Launch one layer; returns what the next one takes, logits if it may be `late`."""
+        out = self.site(streams, parts, before, incoming, layer.attn_site, True)
         y = self.attention(layer, out.x, out.x_rounded)
-        site = self.site(streams, y.unsqueeze(1), out.mix, out.mix.pre, layer.ffn_site)
+        site = self.site(streams, y.unsqueeze(1), out.mix, pre_of(out.mix), layer.ffn_site, late)
         found = [
             self.experts(layer, x, rounded)
             for x, rounded in zip(
                 site.x.split(MAX_TOKENS), site.x_rounded.split(MAX_TOKENS), strict=True
             )
         ]
-        return streams, found[0] if len(found) == 1 else torch.cat(found), site.mix, site.mix.pre
+        parts = found[0] if len(found) == 1 else torch.cat(found)
+        return streams, parts, site.mix, pre_of(site.mix)
 
     def experts(self, layer: LayerWeights, x: Tensor, rounded: Tensor) -> Tensor:
         """Return the outputs [T, k + 1, C] of the experts of up to 64 rows, not yet added."""
         c = self.weights.config
         routing = route(
-            x,
-            layer.gate,
-            layer.bias,
-            c.num_experts_per_tok,
-            c.routed_scaling_factor,
-            self.launches.route,
-            self.route_scratch,
-            self.overlap("route"),
-        )
+            x, layer.gate, layer.bias, c.num_experts_per_tok, c.routed_scaling_factor,
+            self.launches.route, self.route_scratch, self.overlap("route"),
+        )  # fmt: skip
         self.active.append(routing.active)
         return experts_w4(
-            rounded,
-            routing,
-            layer.experts,
-            c.swiglu_limit,
-            self.launches.experts,
-            self.scratch,
+            rounded, routing, layer.experts, c.swiglu_limit, self.launches.experts, self.scratch,
             (self.overlap("gate_up"), self.overlap("down")),
-        )
+        )  # fmt: skip
 
     def attention(self, layer: LayerWeights, x: Tensor, rounded: Tensor) -> Tensor:
         """Return the attention output [T, C] and store this token's rows."""
         c, places, spec = self.weights.config, self.places, layer.spec
         rotation = places.rotation[spec.rope]
         eps, ring = c.rms_norm_eps, self.pools.window[spec.layer_id]
+        if spec.owns_kv:
+            with self.beside():
+                self.publish(layer, x)
         qr = latent_and_window(
-            self.linear(rounded, layer.qkv, "qkv"),
-            layer.q_norm,
-            layer.kv_norm,
-            rotation,
-            ring,
-            places.ring_rows,
-            eps,
-            overlap=self.overlap("latent"),
-        )
+            self.linear(rounded, layer.qkv, "qkv"), layer.q_norm, layer.kv_norm, rotation,
+            ring, places.ring_rows, eps, overlap=self.overlap("latent"),
+        )  # fmt: skip
+        if spec.owns_topk:
+            with self.beside():
+                self.select(layer, x, qr)
         q = self.linear(qr, layer.wq_b, "wq_b", turn=rotation, head_dim=c.head_dim)
         q = q.view(-1, c.num_attention_heads, c.head_dim)
-        if spec.owns_kv:
-            self.publish(layer, x)
-        if spec.owns_topk:
-            self.select(layer, x, qr)
+        if spec.owns_kv or spec.owns_topk:
+            self.together()
         main, chosen = None, places.window_index
         if spec.mode is not AttentionMode.WINDOW:
             main, chosen = self.pools.main[spec.kv_owner], self.topk[spec.topk_owner]
         out = gather_attention(
-            q,
-            ring,
-            places.window_index,
-            main,
-            chosen,
-            layer.sink,
-            rotation,
-            invariant=self.launches.invariant,
+            q, ring, places.window_index, main, chosen, layer.sink, rotation,
+            invariant=self.launches.invariant, settled=not (spec.owns_kv or spec.owns_topk),
             overlaps=(self.overlap("attention"), self.overlap("combine")),
-        )
+        )  # fmt: skip
         z = self.linear(out.flatten(1), layer.wo_a, "wo_a", groups=c.o_groups, round_output=True)
         return self.linear(z, layer.wo_b, "wo_b")
 
@@ -323,39 +338,22 @@ class DecodeStep:
             found = self.linear(x, (layer.compressor, None), out_dtype=torch.float32)
             content, gate = found.chunk(2, dim=-1)
             pooled = close_groups(
-                content,
-                gate,
-                self.pools.open[owner],
-                self.places.slots,
-                own.closes,
+                content, gate, self.pools.open[owner], self.places.slots, own.closes,
                 overlap=self.overlap("rest"),
-            )
+            )  # fmt: skip
         else:
             pooled = self.linear(x, (layer.compressor, None))
         latent = torch.empty_like(pooled)
         store_rows(
-            "entry",
-            pooled,
-            layer.compressor_norm,
-            own.rotation,
-            self.pools.main[owner],
-            own.rows,
-            eps,
-            latent,
-            overlap=self.overlap("rest"),
-        )
+            "entry", pooled, layer.compressor_norm, own.rotation, self.pools.main[owner], own.rows,
+            eps, latent, overlap=self.overlap("rest"),
+        )  # fmt: skip
         # A row without an entry left its latent as it was; nothing reads what becomes of it.
         key = self.linear(latent, (layer.index_wk, None))
         store_rows(
-            "index_key",
-            key,
-            layer.index_k_norm,
-            own.rotation,
-            self.pools.index_k[owner],
-            own.rows,
-            eps,
-            overlap=self.overlap("rest"),
-        )
+            "index_key", key, layer.index_k_norm, own.rotation, self.pools.index_k[owner], own.rows,
+            eps, overlap=self.overlap("rest"),
+        )  # fmt: skip
 
     def select(self, layer: LayerWeights, x: Tensor, qr: Tensor) -> None:
         """Choose entries for this layer and those that reuse its choice."""
@@ -373,18 +371,10 @@ class DecodeStep:
         pool = self.pool if searches else None
         columns = c.candidate_topk_blocks * size if searches else own.capacity
         scores, best = index_scores(
-            q,
-            weights,
-            self.pools.index_k[spec.kv_owner],
-            own.tables,
-            own.visible,
-            per_block,
-            columns,
-            pool,
-            size,
-            want_best=spec.pool is PoolUse.BUILDS,
-            overlap=self.overlap("rest"),
-        )
+            q, weights, self.pools.index_k[spec.kv_owner], own.tables, own.visible, per_block,
+            columns, pool, size,
+            want_best=spec.pool is PoolUse.BUILDS, overlap=self.overlap("rest"),
+        )  # fmt: skip
         lengths = own.pool_columns if searches else own.visible
         chosen = select_topk_rows(scores, lengths, c.index_topk, overlap=self.overlap("rest"))
         if spec.pool is PoolUse.BUILDS:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -99,49 +98,36 @@ def decode_unsupported(config: TextConfig, device: torch.device | str) -> str | 
     c, device = config, torch.device(device)
     in_decoder = [s.layer_id for s in build_layer_specs(c) if s.owns_kv and s.half is Half.DECODER]
     owners = in_decoder[1:]
-    checks: tuple[tuple[bool, str, Any, str], ...] = (
-        (c.hc_mult == STREAMS, "hc_mult", c.hc_mult, f"{STREAMS}"),
-        (_is_power(c.head_dim, 64, 512), "head_dim", c.head_dim, "a power of two in 64..512"),
-        (
-            c.index_head_dim in (64, 128),
-            "index_head_dim",
-            c.index_head_dim,
-            "64 or 128",
-        ),
-        (c.index_n_heads <= 64, "index_n_heads", c.index_n_heads, "at most 64"),
-        (c.index_topk <= 2048, "index_topk", c.index_topk, "at most 2048"),
-        (c.q_lora_rank % GROUP == 0, "q_lora_rank", c.q_lora_rank, "a multiple of 32"),
+    checks = (
+        (c.hc_mult == STREAMS, "hc_mult", f"{STREAMS}"),
+        (_is_power(c.head_dim, 64, 512), "head_dim", "a power of two in 64..512"),
+        (c.index_head_dim in (64, 128), "index_head_dim", "64 or 128"),
+        (c.index_n_heads <= 64, "index_n_heads", "at most 64"),
+        (c.index_topk <= 2048, "index_topk", "at most 2048"),
+        (c.q_lora_rank % GROUP == 0, "q_lora_rank", "a multiple of 32"),
         (
             c.hidden_size % GROUP == 0 and c.hidden_size <= 8192,
             "hidden_size",
-            c.hidden_size,
             "a multiple of 32 up to 8192",
         ),
-        (
-            c.moe_intermediate_size % GROUP == 0,
-            "moe_intermediate_size",
-            c.moe_intermediate_size,
-            "a multiple of 32",
-        ),
-        (c.n_routed_experts <= 512, "n_routed_experts", c.n_routed_experts, "at most 512"),
+        (c.moe_intermediate_size % GROUP == 0, "moe_intermediate_size", "a multiple of 32"),
+        (c.n_routed_experts <= 512, "n_routed_experts", "at most 512"),
         (
             _is_power(c.candidate_block_size, 1, 64),
             "candidate_block_size",
-            c.candidate_block_size,
             "a power of two up to 64",
         ),
         # A step gives each owner its own layer's input.
         (
             c.ced_kv_from == "layer_input" or not owners,
             "ced_kv_from",
-            c.ced_kv_from,
             f"'layer_input', as layers {owners} make entries behind the cut",
         ),
-        (all(r <= 2 for r in c.compress_ratios), "compress_ratios", c.compress_ratios, "0, 1 or 2"),
+        (all(r <= 2 for r in c.compress_ratios), "compress_ratios", "0, 1 or 2"),
     )
-    for ok, name, got, want in checks:
+    for ok, name, want in checks:
         if not ok:
-            return f"{name}: got {got!r}, expected {want}"
+            return f"{name}: got {getattr(c, name)!r}, expected {want}"
     if device.type == "cuda" and not torch.cuda.is_available():
         return "device: 'cuda' was asked for, but torch sees no GPU"
     if device.type != "cuda" and not is_interpreted(_linear_kernel):

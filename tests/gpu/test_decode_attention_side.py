@@ -294,9 +294,15 @@ def test_a_graph_of_all_kernels_follows_its_inputs(overlap):
         blocks = selection.select_topk_rows(best, lengths, 2048, **more)
         pooled, _ = scoring.index_scores(*inputs[:6], 16384, blocks, **more)
         chosen = selection.select_topk_rows(pooled, everything, 512, **more)
+        q, both = held[0].clone(), (overlap, overlap)
         entries = selection.pool_rows(chosen, inputs[3], 64, blocks, **more)
-        out = attention.gather_attention(*held[:4], entries, *held[5:], overlaps=(overlap, overlap))
-        return out, entries, pool.clone(), latent, joined[4].clone()
+        rows_kernels.rotate_queries(q, held[6], **more)
+        # The launch before writes q alone, so rows and indices are read before the wait for it.
+        settled = attention.gather_attention(
+            q, *held[1:4], entries, *held[5:], settled=True, overlaps=both
+        )
+        out = attention.gather_attention(*held[:4], entries, *held[5:], overlaps=both)
+        return out, settled, entries, pool.clone(), latent, joined[4].clone()
 
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -317,7 +323,8 @@ def test_a_graph_of_all_kernels_follows_its_inputs(overlap):
     replayed = [y.clone() for y in captured]
     for mine, again in zip(replayed, step(overlap=Overlap.NONE), strict=True):
         assert torch.equal(mine, again)
-    assert (replayed[1] >= 0).any()
+    assert (replayed[2] >= 0).any()
+    assert not torch.equal(replayed[0], replayed[1])
 
 
 def test_offsets_beyond_two_to_the_31_reach_the_last_rows():

@@ -28,7 +28,7 @@ from finwhale.decode_kernels.launch import Overlap
 from finwhale.decode_kernels.linear_fp8 import linear_fp8, linear_fp8_ref, linear_launch
 from finwhale.decode_kernels.route import route, route_launch, route_ref, route_scratch
 from finwhale.decode_kernels.tiles import counters
-from finwhale.gpu.step import step_overlaps
+from finwhale.gpu.step import pre_of, step_overlaps
 from finwhale.ops.hyper_connection import HyperMix
 from finwhale.ops.rounding import round_fp8
 
@@ -205,6 +205,30 @@ def test_site_at_released_width(tokens, parts):
             torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_a_site_that_makes_the_coefficients_of_logits_at_released_width(tokens):
+    site, numbers = some_site(), {"iterations": 20, "norm_eps": 1e-20, "eps": 1e-6}
+    start = torch.randn(tokens, 4, WIDE, device=DEVICE).bfloat16()
+    rows = torch.randn(2, tokens, 7, WIDE, device=DEVICE).bfloat16()
+    mix = HyperMix(*(torch.rand(tokens, *s, device=DEVICE) for s in ((4,), (4,), (4, 4))))
+    his, before = start.clone(), mix
+    for parts in rows:
+        want = hyper_site_ref(his, parts, before, before.pre, site, **numbers)
+        before = want.mix
+    for launch in site_file.BENCHED:
+        mine, before = start.clone(), mix
+        for n, parts in enumerate(rows):
+            got = hyper_site(
+                mine, parts, before, pre_of(before), site, **numbers, late=not n, launch=launch
+            )
+            before = got.mix
+            assert isinstance(before, HyperMix) or not launch.apart
+        assert relative(mine, his) < 1e-3, launch
+        assert relative(got.x, want.x) < 2e-3, launch
+        for a, b in zip(got.mix, want.mix, strict=True):
+            torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-4)
+
+
 def test_engram_rows_beyond_32_bit_offsets():
     rows = (1 << 31) // 256 + 1000
     table = (some_bytes(rows, 256) & 0xBF).view(torch.float8_e4m3fn)
@@ -240,20 +264,20 @@ def test_overlapping_launches_change_no_bit(tokens, overlap, released):
     def chain(kinds):
         how = {"round_output": True, "scratch": scratch}
         y, streams, before = x, start.clone(), mix
-        for _ in range(6):
+        for n in range(6):
             y = linear_fp8(y, *first, **how, overlap=kinds["wo_a"])
             y = linear_fp8(y, *second, **how, overlap=kinds["wo_b"])
             routing = route(y, gate, bias, 6, 1.5, None, of_route, kinds["route"])
             both = kinds["gate_up"], kinds["down"]
             parts = experts_w4(y, routing, released, LIMIT, None, scratch, both)
             out = hyper_site(
-                streams, parts, before, before.pre, site, **numbers,
-                scratch=of_site, overlap=kinds["site"],
+                streams, parts, before, pre_of(before), site, **numbers,
+                late=tokens == 1 and n < 5, scratch=of_site, overlap=kinds["site"],
             )  # fmt: skip
             y, before = out.x_rounded, out.mix
         return streams, y, *before
 
-    table = step_overlaps(1, DEVICE)
+    table = step_overlaps(tokens, DEVICE)
     kinds = table if overlap is None else dict.fromkeys(table, overlap)
     want = chain(dict.fromkeys(table, Overlap.NONE))
     chain(kinds)

@@ -81,6 +81,38 @@ def test_steps_whose_launches_overlap_have_the_bits_of_those_that_do_not(
         assert torch.equal(found[0][1], found[1][1])
 
 
+def late(whole, stream):
+    """Return a part of a step that begins some ten milliseconds later, on its stream."""
+
+    def part(*inputs):
+        assert torch.cuda.current_stream() == stream
+        torch.cuda._sleep(20_000_000)
+        whole(*inputs)
+
+    return part
+
+
+@pytest.mark.parametrize("mode", ["graph", "eager"])
+def test_what_is_launched_beside_a_layers_products_is_waited_for(weights, states, mode):
+    """Bits without a side, with one, and with one that is late by some ten milliseconds each time.
+
+    Attention that did not wait would read entries that nobody has chosen yet.
+    """
+    found = []
+    for form in ("none", "side", "late"):
+        decoder, names = started(weights, states[:3], mode=mode)
+        step = decoder.step
+        assert step.side is not None
+        if form == "none":
+            step.side = None
+        if form == "late":
+            step.publish, step.select = late(step.publish, step.side), late(step.select, step.side)
+        found.append((decoder.decode(names, 5), decoder.logits[:3].clone()))
+    for drawn, logits in found[1:]:
+        assert torch.equal(drawn, found[0][0])
+        assert torch.equal(logits, found[0][1])
+
+
 def test_a_step_waits_for_nothing(weights, states):
     decoder, names = started(weights, states, mode="eager")
     decoder.decode(names, 1)

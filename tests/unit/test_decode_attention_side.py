@@ -25,11 +25,11 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KINDS = ["window", "entry", "index_key"]
 
 
-def attend(inputs, splits=3, shares=2, *, heads=16):
+def attend(inputs, splits=3, shares=2, *, heads=16, settled=False):
     launch = attention.AttentionLaunch(
         heads=heads, keys=16, splits=splits, num_warps=4, shares=shares
     )
-    return attention.gather_attention(*inputs, launch=launch)
+    return attention.gather_attention(*inputs, launch=launch, settled=settled)
 
 
 def scored(inputs, *pool, keys=32, programs=5, **options):
@@ -89,8 +89,31 @@ def test_gathered_attention_without_entries_reads_the_window_alone():
     assert cases.relative(attend(inputs), refs.gather_attention_ref(*inputs)) < 5e-3
 
 
-@pytest.mark.parametrize("broken", ["sink", "entry", "window", "rotation"])
-def test_gathered_attention_comparison_notices_a_mistake(broken):
+@pytest.mark.parametrize(("width", "k"), [(1, 0), (16, 16), (17, 1), (9, 31), (32, 0)])
+@pytest.mark.parametrize("splits", [3, 4])
+def test_rows_may_be_read_before_the_wait(width, k, splits):
+    """As many tiles as stretches or fewer: each program has one, of the window or of entries."""
+    inputs = cases.attention_inputs(3, 5, 64, width, k, DEVICE, turning=16)
+    if not k:
+        inputs[3] = None
+    got = attend(inputs, splits, 1, settled=True)
+    assert cases.relative(got, refs.gather_attention_ref(*inputs)) < 5e-3
+    assert not got[1].any()
+    plain = attend(inputs, splits, 1)
+    # Compiled, its products may sum in another order.
+    assert torch.equal(got, plain) if DEVICE == "cpu" else cases.relative(got, plain) < 5e-3
+
+
+def test_more_tiles_than_stretches_are_not_read_before_the_wait():
+    inputs = cases.attention_inputs(3, 5, 64, 17, 31, DEVICE, turning=16)
+    for splits, shares in ((3, 1), (4, 2)):
+        got = attend(inputs, splits, shares, settled=True)
+        assert torch.equal(got, attend(inputs, splits, shares))
+
+
+@pytest.mark.parametrize("settled", [False, True])
+@pytest.mark.parametrize("broken", ["sink", "entry", "window", "rotation", "hidden"])
+def test_gathered_attention_comparison_notices_a_mistake(broken, settled):
     inputs = cases.attention_inputs(3, 5, 64, 9, 20, DEVICE, turning=16)
     inputs[5].fill_(2.0)
     want = refs.gather_attention_ref(*inputs)
@@ -105,7 +128,8 @@ def test_gathered_attention_comparison_notices_a_mistake(broken):
         turn = torch.stack((turn[0], -turn[1]))
     else:
         entries = torch.where(torch.arange(20, device=DEVICE) % 2 == 0, -1, entries)
-    assert cases.relative(attend([q, ring, window, main, entries, sink, turn]), want) > 1e-2
+    moved = [q, ring, window, main, entries, sink, turn]
+    assert cases.relative(attend(moved, 3, 1, settled=settled), want) > 1e-2
 
 
 def test_a_query_has_the_same_bits_alone_and_beside_others():

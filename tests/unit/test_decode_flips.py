@@ -63,6 +63,8 @@ def steps():
             whole = getattr(step_module, name)
 
             def call(*inputs, **options):
+                if name == "hyper_site":
+                    options["late"] = False  # its coefficients are looked at
                 calls.append(Call(name, whole, inputs, options))
                 count = sum(c.name == "hyper_site" for c in calls)
                 if form == "nudged" and name == "hyper_site" and count == NUDGED + 1:

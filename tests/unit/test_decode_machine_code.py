@@ -73,17 +73,38 @@ def test_weights_are_read_before_the_wait_for_earlier_launches(kernels, kernel):
     assert early["wide"] > 0 or kernel == "latent"
 
 
-def test_a_product_reads_a_whole_tile_early_and_the_experts_nothing(kernels):
+def test_a_product_reads_a_whole_tile_early(kernels):
     """64 rows by 128 columns of FP8, 8 KB, are four loads of each of 128 threads."""
     assert kernels["product"]["early"]["wide"] == 4
-    for kernel in ("gate and up", "down"):  # the router says which weights
-        assert kernels[kernel]["early"]["reads"] + kernels[kernel]["early"]["wide"] == 0
+
+
+def test_the_shared_expert_is_multiplied_before_the_wait_and_no_other(kernels):
+    early = kernels["gate and up"]["early"]
+    assert early["copies"] > 0
+    assert early["products"] == 16  # of 64 rows of each and 128 columns, by a warp
+    down = kernels["down"]["early"]  # its input is the launch before's
+    assert not any(down[what] for what in ("reads", "wide", "copies", "products"))
+
+
+def test_a_site_makes_coefficients_before_the_wait(kernels):
+    """A round inverts eight sums; two more are of the softmax and the sigmoids."""
+    assert kernels["site"]["early"]["inversions"] == 10
+    assert kernels["streams"]["early"]["inversions"] == 0
+
+
+def test_what_earlier_launches_wrote_is_read_past_the_first_level_cache(kernels):
+    """Rows and indices of attention, the logits of a site; weights may come from anywhere."""
+    early = kernels["attention"]["early"]
+    assert early["past_l1"] == early["reads"] + early["wide"] > 20
+    assert kernels["site"]["early"]["past_l1"] == kernels["site"]["early"]["reads"] == 1
+    assert kernels["product"]["early"]["past_l1"] == 0
 
 
 def test_nothing_is_written_and_no_launch_let_in_before_the_wait(kernels):
     checked = [x["early"] for x in kernels.values() if x.get("early", {}).get("waits")]
-    assert len(checked) == 9
+    assert len(checked) == 10
     assert not any(early["writes"] or early["lets_early"] for early in checked)
+    assert sum(bool(early["copies"]) for early in checked) == 1  # to shared memory
     assert all(early["lets"] for early in checked)
     # A kernel that does not wait shows that writes are seen.
     assert kernels["careless"]["early"]["writes"] > 0

@@ -20,7 +20,7 @@ from finwhale.decode_kernels.hyper_site import (
     hyper_site_ref,
     site_launch,
 )
-from finwhale.ops.hyper_connection import HyperMix
+from finwhale.ops.hyper_connection import HyperMix, sinkhorn_ref
 from finwhale.ops.rounding import round_fp8
 
 SLOW = pytest.mark.slow  # in the interpreter; compiled they are fast
@@ -33,7 +33,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from finwhale.decode_kernels.hyper_site import _site_kernel as kernel
-constants = dict(CS=64, SP=64, CA=4096, CB=32, PARTS=7, OVERLAP=False, UPCAST=False)
+constants = dict(CS=64, SP=64, CA=4096, CB=32, PARTS=7, MAKES=False, LATE=False)
+constants |= dict(OVERLAP=False, UPCAST=False)
 kinds = {"streams": "bf16", "parts": "bf16", "norm": "bf16", "x": "bf16", "rounded": "bf16",
          "z": "bf16", "count": "i32"}
 def kind(name):
@@ -123,6 +124,86 @@ def test_site_equals_the_reference(tokens, channels, parts, launch):
     again = run(hyper_site, args, launch=launch)
     assert torch.equal(got[0], again[0])
     assert torch.equal(got[1].mix.comb, again[1].mix.comb)
+
+
+def two_sites(args, late, tokens=slice(None), launch=None, change=None):
+    """Return streams and outputs of two sites, the second fed with what the first made."""
+    streams, parts, before, incoming, site = args
+    streams = streams[tokens].clone()
+    before = HyperMix(*(x[tokens] for x in before))
+    options = NUMBERS | {"launch": launch}
+    first = hyper_site(streams, parts[tokens], before, incoming[tokens], site, late=late, **options)
+    mix = first.mix if change is None else change(first.mix)
+    # Of a launch that is apart they are never left.
+    pre = None if isinstance(mix, torch.Tensor) else mix.pre
+    other = site._replace(fn=site.fn.flip(1).contiguous())
+    second = hyper_site(streams, parts[tokens].flip(1), mix, pre, other, late=late, **options)
+    return streams, first, second
+
+
+@pytest.mark.parametrize(("tokens", "channels", "parts"), [(1, 32, 7), (1, 160, 1), (3, 64, 2)])
+@pytest.mark.parametrize(
+    "launch", [None, SiteLaunch(channels=32, warps=4)], ids=["table", "slices"]
+)
+def test_the_next_site_makes_the_coefficients_of_logits(tokens, channels, parts, launch):
+    launch = SiteLaunch(channels=64, warps=4) if launch is None and tokens > 1 else launch
+    args = inputs(tokens, channels, parts)
+    want_streams, *want = two_sites(args, False, launch=launch)
+    streams, *got = two_sites(args, True, launch=launch)
+    for mine, his in zip(got, want, strict=True):
+        assert mine.mix.shape == (tokens, 24)
+        assert torch.equal(mine.x_rounded, round_fp8(mine.x))
+        if DEVICE == "cpu":
+            assert torch.equal(mine.x, his.x)
+    # Compiled, a multiply-add may be fused in one of the two kernels.
+    assert torch.equal(streams, want_streams) if DEVICE == "cpu" else True
+    close(streams, want_streams, 1e-3)
+    close(got[1].x, want[1].x, 2e-3)
+    # The logits by their definition: sigmoid and softmax of them are the start of what he has.
+    logits = got[1].mix
+    pre = torch.sigmoid(logits[:, :4]) + NUMBERS["eps"]
+    torch.testing.assert_close(pre, want[1].mix.pre, rtol=2e-4, atol=2e-5)
+    post = 2 * torch.sigmoid(logits[:, 4:8])
+    torch.testing.assert_close(post, want[1].mix.post, rtol=2e-4, atol=2e-5)
+    comb = logits[:, 8:].unflatten(1, (4, 4)).softmax(-1) + NUMBERS["eps"]
+    comb = sinkhorn_ref(comb, NUMBERS["iterations"], NUMBERS["eps"])
+    torch.testing.assert_close(comb, want[1].mix.comb, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "which", [slice(0, 4), slice(4, 8), slice(8, 24)], ids=["pre", "post", "comb"]
+)
+def test_each_of_the_logits_shows_when_it_is_wrong(which):
+    args = inputs(1, 64)
+    want_streams, _, want = two_sites(args, True)
+
+    def moved(logits):
+        logits = logits.clone()
+        logits[:, which] = logits[:, which].flip(1) + torch.tensor([1.0, -1.0]).to(logits).repeat(
+            logits[:, which].shape[1] // 2
+        )
+        return logits
+
+    streams, _, got = two_sites(args, True, change=moved)
+    if which == slice(0, 4):  # pre is the collapse's alone
+        assert torch.equal(streams, want_streams)
+        streams, want_streams = got.x, want.x
+    assert float((streams - want_streams).norm() / want_streams.norm()) > 0.02
+
+
+def test_logits_of_a_site_are_its_own_and_refused_where_nobody_makes_them():
+    streams, parts, _, incoming, site = args = inputs(3, 64)
+    slices = SiteLaunch(channels=64, warps=4)
+    whole = two_sites(args, True, launch=slices)
+    alone = two_sites(args, True, slice(1, 2), launch=slices)
+    assert torch.equal(alone[0], whole[0][1:2])
+    assert torch.equal(alone[2].x, whole[2].x[1:2])
+    # A launch that is apart leaves none.
+    assert isinstance(two_sites(args, True, launch=APART)[1].mix, HyperMix)
+    logits = whole[1].mix
+    for launch, pre in ((APART, None), (slices, incoming)):
+        with pytest.raises(SiteUnsupportedError, match="before: logits"):
+            hyper_site(streams, parts, logits, pre, site, launch=launch, **NUMBERS)
 
 
 @pytest.mark.parametrize("apart", [False, True])

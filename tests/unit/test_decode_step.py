@@ -41,7 +41,8 @@ PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6, 5, 3, 5, 8, 9], [7]]
 
 
 def attention_of_the_model(
-    q, ring, window_index, main, entry_index, sink, rotation, *, invariant=False, overlaps=(0, 0)
+    q, ring, window_index, main, entry_index, sink, rotation, *, invariant=False, settled=False,
+    overlaps=(0, 0),
 ):  # fmt: skip
     """Gathered attention with probabilities rounded as the model rounds them (D04).
 
@@ -220,7 +221,7 @@ def test_a_step_without_one_of_its_parts_differs(pair, what):
     step, biases = decoder.step, [layer.bias for layer in weights.layers]
     if what == "mix":
         whole = step.site
-        step.site = lambda s, p, b, i, x: whole(s, p, b, i.flip(1), x)
+        step.site = lambda s, p, b, i, x, _: whole(s, p, b, i.flip(1), x, False)
     elif what == "entries":
         step.publish = lambda layer, x: None
     elif what == "engram":
