@@ -163,6 +163,13 @@ def main() -> int:
                 "IS_ROW": False,
             },
         ),
+        "wide product": (
+            linear_fp8._linear_kernel,
+            {
+                "KIND": 1, "BM": 64, "BN": 128, "BK": 128, "ONE": False, "ROUND": False,
+                "HEAD": 512, "R2": 32, "IS_ROW": False, "AHEAD": 0,
+            },
+        ),
         "narrow product": (
             linear_fp8._linear_kernel,
             {

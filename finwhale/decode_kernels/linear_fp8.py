@@ -57,6 +57,7 @@ class LinearLaunch:
                     outputs are rounded
     programs        aimed at; K is split until there are about so many
     least           steps of a split at least
+    wide            rows per step of a matrix that has so many `programs` of them, 0: `rows`
     block           rows of x per program; 0: by their number. Fixed, a row's sums have one order
     ahead           groups of 32 columns read before the wait for an earlier launch, whole steps of
                     128 columns or more (others: none); of a BF16 matrix and one row of x, the first
@@ -69,6 +70,7 @@ class LinearLaunch:
     warps: int
     stages: int
     least: int = 2
+    wide: int = 0
     block: int = 0
     ahead: int = 0
 
@@ -79,13 +81,13 @@ _LAUNCH: dict[str, tuple[LinearLaunch, LinearLaunch, LinearLaunch]] = {
     "any": (
         replace(_TILED, programs=924, stages=3, least=5, ahead=4),
         _TILED,
-        replace(_TILED, programs=264, stages=3),
+        replace(_TILED, programs=256, least=10, wide=128),
     ),
 }
 # Of BF16 matrices.
 _BF16: dict[str, tuple[LinearLaunch, LinearLaunch, LinearLaunch]] = {
     "any": (
-        LinearLaunch(rows=32, columns=256, programs=1056, warps=4, stages=2, ahead=8),
+        LinearLaunch(rows=16, columns=256, programs=1056, warps=4, stages=2, ahead=8),
         LinearLaunch(rows=64, columns=128, programs=396, warps=4, stages=4),
         LinearLaunch(rows=128, columns=128, programs=264, warps=8, stages=3),
     ),
@@ -99,17 +101,15 @@ _INVARIANT_BF16 = {
 # What `bench/gpu_decode.py --tune` times, one launch after the other: what reading ahead wins where
 # launches overlap does not show there. Each serves every FP8 product of a layer, also the one
 # that rounds its outputs. 16 or 32 rows for each warp.
-BENCHED = tuple(
-    LinearLaunch(
-        rows=rows, columns=columns, programs=programs, warps=warps, stages=stages, least=least,
-        ahead=ahead,
-    )
-    for rows, columns, programs, warps, stages, least, ahead in (
-        (64, 128, 396, 4, 4, 2, 0), (64, 128, 528, 4, 4, 2, 0), (64, 128, 264, 4, 3, 2, 0),
-        (64, 128, 924, 4, 3, 2, 0), (64, 128, 924, 4, 3, 5, 4), (64, 128, 528, 4, 3, 2, 4),
-        (64, 128, 264, 4, 3, 2, 4), (64, 256, 528, 4, 2, 2, 0), (128, 128, 396, 4, 3, 2, 4),
-    )
-)  # fmt: skip
+BENCHED = (
+    *_LAUNCH["any"],
+    replace(_TILED, programs=396),
+    replace(_TILED, programs=264, stages=3),
+    replace(_TILED, stages=3, ahead=4),
+    replace(_TILED, programs=264, stages=3, ahead=4),
+    replace(_TILED, columns=256, stages=2),
+    replace(_TILED, rows=128, programs=396, stages=3, ahead=4),
+)
 
 
 class LinearUnsupportedError(ValueError):
@@ -337,7 +337,7 @@ def _row_block(tokens: int, is_fp8: bool) -> int:
 
 def _shape(launch: LinearLaunch, outputs: int, width: int, groups: int) -> tuple[int, int, int]:
     """Return rows of a tile, splits of K and columns of a split."""
-    rows = launch.rows
+    rows = launch.wide if 0 < launch.wide * launch.programs <= outputs else launch.rows
     while groups > 1 and (outputs // groups) % rows:
         rows //= 2
     tiles, steps = -(-outputs // rows), -(-width // launch.columns)

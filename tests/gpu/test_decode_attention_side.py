@@ -296,7 +296,7 @@ def test_a_graph_of_all_kernels_follows_its_inputs(overlap):
         chosen = selection.select_topk_rows(pooled, everything, 512, **more)
         q, both = held[0].clone(), (overlap, overlap)
         entries = selection.pool_rows(chosen, inputs[3], 64, blocks, **more)
-        rows_kernels.rotate_queries(q, held[6], **more)
+        rows_kernels.rotate_queries(q, held[6], False, **more)
         # The launch before writes q alone, so rows and indices are read before the wait for it.
         settled = attention.gather_attention(
             q, *held[1:4], entries, *held[5:], settled=True, overlaps=both

@@ -15,6 +15,7 @@ from finwhale.decode_kernels.linear_fp8 import (
     BENCHED,
     LinearLaunch,
     LinearUnsupportedError,
+    _shape,
     linear_fp8,
     linear_fp8_ref,
     linear_launch,
@@ -136,6 +137,33 @@ def test_scales_read_as_words_are_those_of_their_groups(columns):
     turned = scales.unflatten(-1, (-1, 4)).flip(-1).flatten(-2).contiguous()
     wrong = linear_fp8(x, codes, turned, out_dtype=torch.float32, launch=launch)
     assert float((wrong - want).norm() / want.norm()) > 0.1
+
+
+@pytest.mark.parametrize(
+    ("rows", "outputs", "width", "groups", "want"),
+    [
+        # Of one row, 924 programs aimed at, five steps of 128 columns at least: 2048 rows are 32
+        # tiles, 40 steps allow eight splits; 8192 rows four, as 924 / 128 is 7 and 4 divides 32.
+        (1, 2048, 5120, 1, (64, 8, 640)),
+        (1, 8192, 4096, 8, (64, 4, 1024)),
+        (1, 32768, 1280, 1, (64, 1, 1280)),
+        # Of many, ten steps at least; 32768 rows are 256 wide tiles, 32736 are too few.
+        (64, 2048, 5120, 1, (64, 4, 1280)),
+        (64, 32768, 1280, 1, (128, 1, 1280)),
+        (64, 32736, 1280, 1, (64, 1, 1280)),
+    ],
+)
+def test_the_cut_of_a_released_matrix_by_hand(rows, outputs, width, groups, want):
+    assert _shape(linear_launch(rows, torch.device("cpu")), outputs, width, groups) == want
+
+
+def test_wide_tiles_serve_matrices_that_have_enough_of_them():
+    wide = replace(SMALL, rows=32, wide=64, programs=2)
+    for outputs in (96, 128, 160):
+        x, codes, scales = inputs(5, outputs, 256)
+        want = linear_fp8_ref(x, codes, scales, out_dtype=torch.float32)
+        agree(linear_fp8(x, codes, scales, out_dtype=torch.float32, launch=wide), want)
+        assert _shape(wide, outputs, 256, 1)[0] == (32 if outputs < 128 else 64)
 
 
 def test_scales_matter():

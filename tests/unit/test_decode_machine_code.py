@@ -33,7 +33,7 @@ def kernels(tmp_path_factory):
     return {line.pop("kernel"): line for line in lines}
 
 
-@pytest.mark.parametrize("kernel", ["gate and up", "down", "product"])
+@pytest.mark.parametrize("kernel", ["gate and up", "down", "product", "wide product"])
 def test_no_product_is_under_way_when_its_step_ends(kernels, kernel):
     waits = kernels[kernel]["waits"]
     assert waits
@@ -44,14 +44,16 @@ def test_the_check_sees_products_on_top_of_a_sum(kernels):
     assert any(kernels["careless"]["waits"])
 
 
-@pytest.mark.parametrize("kernel", ["gate and up", "down", "product"])
+@pytest.mark.parametrize("kernel", ["gate and up", "down", "product", "wide product"])
 def test_the_decoder_gets_the_four_bytes_of_a_word(kernels, kernel):
     found = kernels[kernel]["bytes"]
     assert found
     assert set(found) == {4}
 
 
-@pytest.mark.parametrize(("kernel", "most"), [("product", 0), ("gate and up", 1), ("down", 1)])
+@pytest.mark.parametrize(
+    ("kernel", "most"), [("product", 0), ("wide product", 0), ("gate and up", 1), ("down", 1)]
+)
 def test_decoded_weights_stay_in_their_threads(kernels, kernel, most):
     """Those of FP8; Triton 3.7 passes FP4 ones on, 3.6 none."""
     assert kernels[kernel]["passed on"] <= most
@@ -102,7 +104,7 @@ def test_what_earlier_launches_wrote_is_read_past_the_first_level_cache(kernels)
 
 def test_nothing_is_written_and_no_launch_let_in_before_the_wait(kernels):
     checked = [x["early"] for x in kernels.values() if x.get("early", {}).get("waits")]
-    assert len(checked) == 10
+    assert len(checked) == 11
     assert not any(early["writes"] or early["lets_early"] for early in checked)
     assert sum(bool(early["copies"]) for early in checked) == 1  # to shared memory
     assert all(early["lets"] for early in checked)
