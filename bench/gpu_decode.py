@@ -18,7 +18,6 @@ import statistics
 import sys
 import time
 import traceback
-from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -29,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from decode_floors import decode_costs, floor_seconds
 from decode_step import Cache, Launches, Model, RandomWeights, Step
-from gpu_lines import GpuLines, times_of
+from gpu_lines import GpuLines, launches_of, profile_of, times_of
 
 from finwhale.config import preset
 from finwhale.config.layers import AttentionMode
@@ -202,15 +201,15 @@ def small_part(bench: GpuLines, model: Model, tokens: int, options) -> None:
     bench.compare("route", {"T": tokens}, forms, model.layers[0].gate.nbytes + x.nbytes)
 
     streams = model.make.bf16(tokens, 4, wide)
-    incoming = step.first_mix
+    mixes = mixes_of(step, streams)
     for name, count in (("after attention", 1), ("after experts", c.num_experts_per_tok + 1)):
         parts = model.make.bf16(tokens, count, wide)
-        mix = step.site(streams, None, None, incoming, model.final).mix
 
-        def sites(launch=None, parts=parts, mix=mix):
+        def sites(launch=None, parts=parts):
             def call(m):
                 step.launches.site = launch
-                step.site(streams, parts, mix, incoming, m.attn_site)
+                mix = mixes[launch is None or not launch.apart]
+                step.site(streams, parts, mix, pre_of(mix), m.attn_site, True)
 
             return [lambda m=m: call(m) for m in model.layers]
 
@@ -305,6 +304,12 @@ def tile_site(model: Model, tokens: int):
     return [lambda m=m: call(m.attn_site) for m in model.layers]
 
 
+def mixes_of(step: Step, streams: torch.Tensor) -> list:
+    """Return a site's coefficients, and what a step hands on instead where it may: their logits."""
+    site = streams, None, None, step.first_mix, step.weights.final
+    return [step.site(*site, late).mix for late in (False, True)]
+
+
 def tuned(bench: GpuLines, model: Model, tokens: int, options) -> dict:
     """Return the best launches on this machine, timed now; a line for each says which."""
     c, found = model.config, {}
@@ -313,7 +318,12 @@ def tuned(bench: GpuLines, model: Model, tokens: int, options) -> dict:
     x = round_fp8(model.make.bf16(tokens, c.hidden_size))
     streams = model.make.bf16(tokens, 4, c.hidden_size)
     one = model.make.bf16(tokens, 1, c.hidden_size)
-    mix = step.site(streams, None, None, step.first_mix, model.final).mix
+    mixes = mixes_of(step, streams)
+
+    def one_site(m):
+        mix = mixes[not launches.site.apart]
+        step.site(streams, one, mix, pre_of(mix), m.attn_site, True)
+
     routing = [
         route(x, m.gate, m.bias, c.num_experts_per_tok, c.routed_scaling_factor) for m in layers
     ]
@@ -335,7 +345,7 @@ def tuned(bench: GpuLines, model: Model, tokens: int, options) -> dict:
             experts_file.BENCHED, 24,
         ),
         "site": (
-            lambda m, r: step.site(streams, one, mix, step.first_mix, m.attn_site),
+            lambda m, r: one_site(m),
             site_file.BENCHED, 8,
         ),
         "route": (
@@ -478,36 +488,6 @@ def flash(experts: int):
     return replace(preset("flash").text_config, n_routed_experts=experts)
 
 
-def launches_of(function) -> dict[str, int]:
-    """Return the names of the kernels that a function launches, counted by the profiler."""
-    from torch.profiler import ProfilerActivity, profile
-
-    function()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        function()
-        torch.cuda.synchronize()
-    events = [e for e in profiler.events() if str(e.device_type).endswith("CUDA")]
-    return dict(Counter(e.name.split("(")[0][:60] for e in events))
-
-
-def profile_of(graph: torch.cuda.CUDAGraph) -> dict[str, list[float]]:
-    """Return [microseconds, launches] by kernel of one replay."""
-    from torch.profiler import ProfilerActivity, profile
-
-    graph.replay()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        graph.replay()
-        torch.cuda.synchronize()
-    times, counts = Counter(), Counter()
-    for e in profiler.events():
-        if str(e.device_type).endswith("CUDA"):
-            times[e.name.split("(")[0][:60]] += e.device_time_total
-            counts[e.name.split("(")[0][:60]] += 1
-    return {n: [round(t, 1), counts[n]] for n, t in times.most_common(40)}
-
-
 # Kernels of a step by what they are for; what is not named here is torch's own.
 CLASSES = {
     "products": ("_linear_kernel",),
@@ -642,7 +622,7 @@ def profile_step(bench: GpuLines, model: Model, line: dict, launches) -> None:
     layer = next(reuse, None)
     if layer is not None:
         streams = model.make.bf16(batch, 4, c.hidden_size)
-        mix = step.site(streams, None, None, step.first_mix, model.final, True).mix
+        mix = mixes_of(step, streams)[True]
         parts = model.make.bf16(batch, c.num_experts_per_tok + 1, c.hidden_size)
         found = launches_of(lambda: step.block(layer, streams, parts, mix, pre_of(mix), True))
         bench.say(**line, reuse_layer_launches=sum(found.values()), by_kernel=found)

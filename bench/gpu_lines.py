@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -45,6 +46,36 @@ def times_of(run: Callable[[], object], repeats: int) -> list[float]:
         if n > 1:
             times.append(first.elapsed_time(last) * 1e3)
     return times
+
+
+def launches_of(function) -> dict[str, int]:
+    """Return the names of the kernels that a function launches, counted by the profiler."""
+    from torch.profiler import ProfilerActivity, profile
+
+    function()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        function()
+        torch.cuda.synchronize()
+    events = [e for e in profiler.events() if str(e.device_type).endswith("CUDA")]
+    return dict(Counter(e.name.split("(")[0][:60] for e in events))
+
+
+def profile_of(graph: torch.cuda.CUDAGraph) -> dict[str, list[float]]:
+    """Return [microseconds, launches] by kernel of one replay."""
+    from torch.profiler import ProfilerActivity, profile
+
+    graph.replay()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        graph.replay()
+        torch.cuda.synchronize()
+    times, counts = Counter(), Counter()
+    for e in profiler.events():
+        if str(e.device_type).endswith("CUDA"):
+            times[e.name.split("(")[0][:60]] += e.device_time_total
+            counts[e.name.split("(")[0][:60]] += 1
+    return {n: [round(t, 1), counts[n]] for n, t in times.most_common(40)}
 
 
 class GpuLines:

@@ -4,8 +4,9 @@ import json
 import os
 import re
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton", reason="the kernels need triton")
 
+from finwhale.config import preset
 from finwhale.decode_kernels import experts_w4, hyper_site, index_scores, linear_fp8, route
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
@@ -61,6 +63,49 @@ def test_a_profile_is_summed_by_class_and_loses_nothing():
     assert gpu_decode.classes_of(by_kernel) == {
         "experts": [8.0, 4], "sites": [1.5, 4], "other": [0.5, 1],
     }  # fmt: skip
+
+
+class Called(gpu_lines.GpuLines):
+    """Calls the first of each form instead of timing it; those of peers need a GPU."""
+
+    def __init__(self):
+        super().__init__(None, 1e9)
+        self.called, self.said = set(), []
+
+    def say(self, **line):
+        self.said.append(line)
+
+    def compare(self, name, shape, forms, *rest, **options):
+        for form, make in forms.items():
+            if not form.startswith("peer"):
+                (make() if callable(make) else make)[0]()
+                self.called.add(name)
+        return next(iter(forms)), 1.0
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_every_part_still_fits_the_step_that_it_times(tokens, monkeypatch):
+    """Each operation and each launch to tune is called once, on a small model."""
+    text = {"index_head_dim": 64, "index_n_heads": 16, "index_topk": 32, "hc_sinkhorn_iters": 2}
+    c = replace(preset("unit").text_config, **text)
+    monkeypatch.setattr(gpu_decode, "DEVICE", "cpu")
+    model, bench = gpu_decode.Model(c, "cpu", 4096, layers=4), Called()
+    options = SimpleNamespace(
+        best={}, chosen_only=True, tune=["experts", "site", "route", "linear"], tune_json=None
+    )
+    for part in (gpu_decode.linear_part, gpu_decode.expert_part, gpu_decode.small_part):
+        part(bench, model, tokens, options)
+    assert bench.called >= {
+        "qkv", "wq_b", "wo_a", "wo_b", "head", "experts", "route", "site after attention",
+        "site after experts", "latent_and_window", "draw_tokens",
+    }  # fmt: skip
+    assert set(gpu_decode.tuned(bench, model, tokens, options)) == set(options.tune)
+    assert not [line for line in bench.said if "failed" in line]
+    # A part that no longer fits would be printed as failed, and the run go on.
+    monkeypatch.setattr(gpu_decode.Step, "site", lambda step, streams: None)
+    with pytest.raises(TypeError):
+        gpu_decode.small_part(bench, model, tokens, options)
 
 
 @pytest.mark.parametrize("is_wanted", [True, False])
