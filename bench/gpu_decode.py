@@ -209,7 +209,7 @@ def small_part(bench: GpuLines, model: Model, tokens: int, options) -> None:
             def call(m):
                 step.launches.site = launch
                 mix = mixes[launch is None or not launch.apart]
-                step.site(streams, parts, mix, pre_of(mix), m.attn_site, True)
+                step.site(streams, parts, mix, pre_of(mix), m.attn_site)
 
             return [lambda m=m: call(m) for m in model.layers]
 
@@ -322,7 +322,7 @@ def tuned(bench: GpuLines, model: Model, tokens: int, options) -> dict:
 
     def one_site(m):
         mix = mixes[not launches.site.apart]
-        step.site(streams, one, mix, pre_of(mix), m.attn_site, True)
+        step.site(streams, one, mix, pre_of(mix), m.attn_site)
 
     routing = [
         route(x, m.gate, m.bias, c.num_experts_per_tok, c.routed_scaling_factor) for m in layers

@@ -94,6 +94,19 @@ PASSED = """
 """
 
 
+# The control of `until_the_wait`: two branches, one of which waits after it writes.
+BRANCHES = """
+        /*0000*/               @P0 BRA `(.L_x_1) ;
+        /*0010*/                   ACQBULK ;
+        /*0020*/                   STG.E desc[UR4][R2.64], R5 ;
+        /*0030*/                   EXIT ;
+.L_x_1:
+        /*0040*/                   STG.E desc[UR4][R2.64], R5 ;
+        /*0050*/                   ACQBULK ;
+        /*0060*/                   EXIT ;
+"""
+
+
 def together(ttgir: str) -> list[int]:
     """Return, for each call of a decoder, how many bytes of a word a thread has in a row."""
     layouts = dict(re.findall(r"^(#\w+) = (#ttg\..*)$", ttgir, re.MULTILINE))
@@ -122,28 +135,61 @@ def passed_on(ttgir: str) -> int:
     return sum(len(re.findall(r"ttg\.local_alloc %", loop)) for loop in loops)
 
 
-def before_the_wait(asm) -> dict[str, int]:
-    """Count what the machine code does in global memory before it waits for earlier launches."""
+def machine_code(asm) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(asm["cubin"])
         file.flush()
         tool = str(Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm")
-        text = subprocess.run([tool, "-c", file.name], capture_output=True, text=True, check=True)
-    before, wait, after = text.stdout.partition("ACQBULK")
+        done = subprocess.run([tool, "-c", file.name], capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+def until_the_wait(text: str) -> tuple[list[str], int]:
+    """Return the instructions that some path reaches without a wait, and how many waits end one."""
+    code, labels = [], {}
+    for line in text.splitlines():
+        if label := re.match(r"(\.L_x_\d+):", line):
+            labels[label[1]] = len(code)
+        elif instruction := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(.*)", line):
+            code.append(instruction[1])
+    reached, ahead, waits = set(), [0], 0
+    while ahead:
+        place = ahead.pop()
+        if place in reached or place >= len(code):
+            continue
+        reached.add(place)
+        target = re.search(r"\bBRA .*\((\.L_x_\d+)\)", code[place])
+        if "ACQBULK" in code[place]:
+            waits += 1
+            continue
+        if target:
+            ahead.append(labels[target[1]])
+        is_end = target or re.search(r"\b(EXIT|RET)\b", code[place])
+        if code[place].startswith("@") or not is_end:
+            ahead.append(place + 1)
+    return [code[place] for place in sorted(reached)], waits
+
+
+def before_the_wait(text: str) -> dict[str, int]:
+    """Count what machine code does, on any path, before it waits for earlier launches."""
+    code, waits = until_the_wait(text)
+    before = "\n".join(code)
     counts = {
         "reads": r"LDG\.E(?!\.128)",
         "past_l1": r"LDG\.E(?:\.64|\.128)?\.STRONG\.GPU",
         "wide": r"LDG\.E\.128",
         "writes": r"STG|ATOM|RED\.",
-        "copies": r"LDGSTS",
+        "copies": r"LDGSTS\.E",
+        "copies_past_l1": r"LDGSTS\.E\.BYPASS",
+        "copies_by_word": r"LDGSTS\.E \[",
         "inversions": r"MUFU\.RCP",
         "products": r"HMMA|HGMMA",
     }
     found = {name: len(re.findall(what, before)) for name, what in counts.items()}
     # The next launch is let in behind the wait, and no earlier.
     return found | {
-        "waits": bool(wait),
-        "lets": "PREEXIT" in after,
+        "waits": waits,
+        "lets": "PREEXIT" in text,
         "lets_early": "PREEXIT" in before,
     }
 
@@ -155,6 +201,10 @@ def main() -> int:
     dtypes = pointers | halves | floats
     kernels = {
         "gate and up": (experts_w4._gate_up_kernel, {"HALF": 64, "BK": 128, "ONE": False}),
+        "gate and up, one": (
+            experts_w4._gate_up_kernel,
+            {"HALF": 64, "BK": 128, "ONE": True, "SPLITS": 2, "OVERLAP": 3},
+        ),
         "down": (experts_w4._down_kernel, {"BN": 128, "BK": 128, "ONE": True}),
         "product": (
             linear_fp8._linear_kernel,
@@ -196,6 +246,10 @@ def main() -> int:
                 "FAST": True, "AHEAD": True,
             },
         ),
+        "combine": (
+            gather_attention._combine_kernel,
+            {"H": 64, "HALF": 256, "SPLITS": 20, "SHARES": 1, "R2": 32, "OVERLAP": 3},
+        ),
         "router": (
             route._route_kernel,
             {
@@ -226,6 +280,7 @@ def main() -> int:
         "entry_ptr": "*i64", "sink_ptr": "*fp32", "stats_ptr": "*fp32", "factor": "fp32",
         "q_ptr": "*i32", "out_ptr": "*i32",
     }  # fmt: skip
+    own["combine"] = own["attention"]
     own["careless"] = {"out_ptr": "*fp32"}
     for name, (kernel, constants) in kernels.items():
         asm = compiled(kernel, SHAPE | constants, dtypes | site | own.get(name, {}))
@@ -237,9 +292,11 @@ def main() -> int:
             "waits": waits,
             "bytes": together(asm["ttgir"]),
             "passed on": passed_on(asm["ttgir"]),
-            "early": before_the_wait(asm),
+            "early": before_the_wait(machine_code(asm)),
         }
         sys.stdout.write(json.dumps(line) + "\n")
+    line = {"kernel": "branches", "early": before_the_wait(BRANCHES)}
+    sys.stdout.write(json.dumps(line) + "\n")
     line = {"kernel": "split words", "bytes": together(SPLIT_WORDS), "passed on": passed_on(PASSED)}
     sys.stdout.write(json.dumps(line) + "\n")
     return 0

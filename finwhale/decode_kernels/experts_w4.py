@@ -150,7 +150,7 @@ def _gate_up_kernel(
 ):  # fmt: skip
     S: tl.constexpr = HALF // 16
     G: tl.constexpr = BK // 32
-    # All of the shared expert come first: its matrices are the largest, and wait for no router.
+    # The shared expert's programs come first: its matrices are the largest, and wait for no router.
     slot, split = tl.program_id(2) - 1, tl.program_id(1)
     first = tl.program_id(0) * HALF
     groups = C // 32
@@ -169,7 +169,7 @@ def _gate_up_kernel(
             row = start + tl.arange(0, BM)
             acc = tiled_product(
                 x_ptr, row.to(tl.int64) * C, row < T, shared_ptr, shared_s_ptr, strip,
-                g_begin, g_end, groups, 0, 0, FP8, BM, S, G, EVEN, WARPS, 0, 0, UPCAST,
+                g_begin, g_end, groups, 0, 0, FP8, BM, S, G, EVEN, WARPS, 0, ".cg", 0, UPCAST,
             )  # fmt: skip
             # Nothing of the launch before is read, the router's; but it must have ended before
             # anything is written, and before the next launch comes up.
@@ -197,7 +197,8 @@ def _gate_up_kernel(
                 token = tl.zeros([BM], tl.int32) if ONE else pair // k
                 acc = tiled_product(
                     x_ptr, token.to(tl.int64) * C, row < end, w, s, strip,
-                    g_begin, g_end, groups, 0, 0, FP4, BM, S, G, EVEN, WARPS, 0, OVERLAP, UPCAST,
+                    g_begin, g_end, groups, 0, 0, FP4, BM, S, G, EVEN, WARPS, 0, "", OVERLAP,
+                    UPCAST,
                 )  # fmt: skip
                 acc, is_whole = sum_of_splits(
                     acc, row < end, part_ptr, count_ptr, split, BM, 2 * HALF, SPLITS, ONE
@@ -234,7 +235,7 @@ def _down_kernel(
             row = (start + tl.arange(0, BM)).to(tl.int64)
             acc = tiled_product(
                 hidden_ptr, row * F, row < T, shared_ptr, shared_s_ptr, strip,
-                begin, end, groups, 0, 0, FP8, BM, S, G, EVEN, WARPS, 0, OVERLAP, UPCAST,
+                begin, end, groups, 0, 0, FP8, BM, S, G, EVEN, WARPS, 0, "", OVERLAP, UPCAST,
             )  # fmt: skip
             acc, is_whole = sum_of_splits(
                 acc, row < T, part_ptr, count_ptr, split, BM, BN, SPLITS, ONE
@@ -257,7 +258,7 @@ def _down_kernel(
                 rank = tl.load(rank_ptr + pair, mask=keep, other=0)
                 acc = tiled_product(
                     hidden_ptr, item.to(tl.int64) * F, keep, w, s, strip,
-                    0, groups, groups, 0, 0, FP4, BM, S, G, EVEN, WARPS, 0, OVERLAP, UPCAST,
+                    0, groups, groups, 0, 0, FP4, BM, S, G, EVEN, WARPS, 0, "", OVERLAP, UPCAST,
                 )  # fmt: skip
                 at = ((pair // k).to(tl.int64) * (k + 1) + rank)[:, None] * C + place[None, :]
                 y = to_bf16(acc, UPCAST).to(out_ptr.dtype.element_ty)
@@ -357,13 +358,10 @@ def experts_w4(
     )
     if tokens > 1:
         shapes = tuple((*shape[:3], 1) for shape in shapes)
-    grids = [
-        (triton.cdiv(rows, tile), len(routing.active) + 1, splits)
-        for _, rows, tile, splits in shapes
-    ]
+    tiles, slots = [triton.cdiv(rows, tile) for _, rows, tile, _ in shapes], len(routing.active) + 1
     parts = (hidden, routing.active)  # nobody reads those
     if max(launch.gate_splits, launch.shared_splits) > 1 and tokens == 1:
-        room = _room(grids, launch)
+        room = _room(max(tiles) * slots, launch)
         parts = scratch or (torch.empty(room[0], device=x.device), counters(x.device, room[1]))
         check_scratch(parts, *room)
     constants = {
@@ -379,19 +377,20 @@ def experts_w4(
     chunks, even = zip(
         *(_steps(inner, columns, splits) for inner, _, _, splits in shapes), strict=True
     )
-    tiles, slots, splits = grids[0]
-    _gate_up_kernel[tiles, splits, slots](
+    splits = [shape[-1] for shape in shapes]
+    _gate_up_kernel[tiles[0], splits[0], slots](
         x, w.gate_up, w.gate_up_scales, w.shared_gate_up, w.shared_gate_up_scales, hidden,
         routing.weights, routing.order, routing.starts, routing.active, *parts,
         tokens, channels, width, k, limit, chunks[0],
-        SPLITS=splits, HALF=launch.gate_rows, EVEN=even[0], **constants,
+        SPLITS=splits[0], HALF=launch.gate_rows, EVEN=even[0], **constants,
         **overlap_options(overlaps[0], x.device),
     )  # fmt: skip
-    _down_kernel[grids[1]](
+    # Splits last: all but the shared expert's are empty behind the first.
+    _down_kernel[tiles[1], slots, splits[1]](
         hidden, w.down, w.down_scales, w.shared_down, w.shared_down_scales, out,
         routing.order, routing.rank, routing.starts, routing.active, *parts,
         tokens, channels, width, k, chunks[1],
-        SPLITS=grids[1][2], BN=launch.down_rows, EVEN=even[1], **constants,
+        SPLITS=splits[1], BN=launch.down_rows, EVEN=even[1], **constants,
         **overlap_options(overlaps[1], x.device),
     )  # fmt: skip
     return out
@@ -403,8 +402,7 @@ def _steps(width: int, columns: int, splits: int) -> tuple[int, bool]:
     return -(-steps // splits) * (columns // GROUP), width % columns == 0 and width % 128 == 0
 
 
-def _room(grids, launch: ExpertLaunch) -> tuple[int, int]:
+def _room(tiles: int, launch: ExpertLaunch) -> tuple[int, int]:
     """Return the numbers and the counters that split sums of one token need."""
-    tiles = max(grid[0] * grid[1] for grid in grids)
     rows = max(2 * launch.gate_rows * launch.gate_splits, launch.down_rows * launch.shared_splits)
     return tiles * rows, tiles

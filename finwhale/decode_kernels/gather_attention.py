@@ -36,7 +36,7 @@ from finwhale.decode_kernels.launch import (
     wait_for_earlier,
 )
 
-_LOG2_E = 1.4426950408889634
+_LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 class GatherAttentionUnsupportedError(ValueError):
@@ -175,7 +175,7 @@ def _sinks_and_angles(
     H: tl.constexpr, HALF: tl.constexpr, R2: tl.constexpr,
 ):  # fmt: skip
     """Return the sinks of some heads in powers of two, cos and sin of some channel pairs."""
-    sink = tl.load(sink_ptr + heads, mask=heads < H, other=0.0) * 1.4426950408889634
+    sink = tl.load(sink_ptr + heads, mask=heads < H, other=0.0) * _LOG2_E
     if R2 > 0:
         pair = channel - (HALF - R2)
         place = rotation_ptr + t * R2 + pair
@@ -433,7 +433,7 @@ def gather_attention(
     _split_kernel[grid](
         q.contiguous().view(torch.int32), ring.view(torch.int16), ring,
         window_index, ring if main is None else main, entry_index, sink, turn,
-        words, sums, stats, tokens, width, chosen, dim**-0.5 * _LOG2_E,
+        words, sums, stats, tokens, width, chosen, dim**-0.5 * _LOG2_E.value,
         HEADS=tile_heads, KEYS=launch.keys, FAST=not is_interpreted(_split_kernel),
         AHEAD=settled and shares == 1 and tiles <= splits,
         num_warps=launch.num_warps, num_stages=launch.num_stages, **sizes,

@@ -3,11 +3,12 @@
 A program owns a slice of the channels of a token: it adds what the sub-layer before returned,
 expands with that site's coefficients, writes the streams back, collapses with the mix that comes
 in, and multiplies its part of the projection, in fp32. The last program of a token adds the parts
-in order, makes the coefficients (Sinkhorn in registers) and the RMS norm of the collapsed row,
-plain and rounded to FP8 groups. All of it is a chain of latencies: what counts is how often a load
-waits for another. It serves four streams, as released. The easy mistake: three mixes
-meet here: `post` and `comb` of the site before, `pre` of the site before that one's sub-layer (it
-collapses), and the ones made here, which only later sites use. Source: spec/backbone.md section 6.
+in order and makes the RMS norm of the collapsed row, plain and rounded to FP8 groups, and the
+coefficients (Sinkhorn in registers), which may be left to the next site's programs. All of it is a
+chain of latencies: what counts is how often a load waits for another. It serves four streams, as
+released. The easy mistake: three mixes meet here: `post` and `comb` of the site before, `pre` of
+the site before that one's sub-layer (it collapses), and the ones made here, which only later sites
+use. Source: spec/backbone.md section 6.
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ class Site(NamedTuple):
 class SiteOutput(NamedTuple):
     """What a site hands on: the sub-layer's input, plain and rounded, and its coefficients.
 
-    mix  or what they are made of, if the next site is to make them: fp32 [T, 24] logits, of pre and
-         post before their sigmoids and of comb before its softmax
+    mix  the coefficients, or fp32 [T, 24] logits of which the next site makes them: pre and post
+         before their sigmoids, comb before its softmax
     """
 
     x: Tensor
@@ -478,8 +479,8 @@ def _site_kernel(
     is_projected = tl.broadcast_to((row < 24)[:, None], (_PADDED, CS))
     f = _four_at(at_fn, C, is_projected, 0.0)
     if MAKES:
-        # Every program makes them, while the sub-layer between ends; its own last program would be
-        # waited for. The site before ended long ago; past the first-level cache nothing is older.
+        # In every program, while the sub-layer ends; the last one of that site would be waited for.
+        # Past the first-level cache, which may hold what was there before.
         at_logits = logits_ptr + token * 24 + row
         logits = tl.load(at_logits, mask=row < 24, other=0.0, cache_modifier=".cg")
         pre, post, comb = _coefficients(logits, iterations, eps, UPCAST)
@@ -589,8 +590,8 @@ def hyper_site(
 ) -> SiteOutput:
     """Same contract as `hyper_site_ref`, up to the order of the fp32 sums.
 
-    before    or the logits of the site before, made two launches ago or earlier; then `incoming`,
-              its pre, is None, and the launch is not `apart`
+    before    coefficients, or the logits that the site before left, at least one launch between the
+              two; with logits `incoming`, their pre, is None, and the launch is not `apart`
     late      leave the logits to the next site, unless the launch is `apart`: its programs make the
               coefficients before they wait, where the last program here would be waited for; each
               does, so this is for few tokens
@@ -601,11 +602,14 @@ def hyper_site(
         raise SiteUnsupportedError(f"hyper_site: {reason}")
     tokens, _, channels = streams.shape
     launch = site_launch(max(1, tokens), streams.device) if launch is None else launch
-    makes, late = isinstance(before, Tensor), late and not launch.apart
-    if makes is not (incoming is None) or (makes and launch.apart):
+    late, is_fit = late and not launch.apart, incoming is not None
+    if isinstance(before, Tensor):
+        is_logits = before.shape == (tokens, _ROWS) and before.dtype == torch.float32
+        is_fit = is_logits and not is_fit and not launch.apart
+    if not is_fit:
         raise SiteUnsupportedError(
-            "hyper_site: before: logits, and incoming None, for a launch that is not apart; or"
-            " coefficients and incoming"
+            "hyper_site: before: expected coefficients and incoming, or fp32 logits [T, 24] without"
+            " it and a launch that is not apart"
         )
     x = streams.new_empty(tokens, channels)
     mix = HyperMix(*(torch.empty(tokens, *s, device=x.device) for s in ((4,), (4,), (4, 4))))
@@ -648,8 +652,8 @@ def hyper_site(
         return out
     most = 1 << channels.bit_length() - 1
     _site_kernel[(pieces, tokens)](
-        *given, before if makes else logits, *site, *out[:2], *mix, logits, *scratch,
-        channels, iterations, norm_eps, eps, MAKES=makes, LATE=late,
+        *given, before if incoming is None else logits, *site, *out[:2], *mix, logits, *scratch,
+        channels, iterations, norm_eps, eps, MAKES=incoming is None, LATE=late,
         CS=width, SP=padded, CA=most,
         CB=max(GROUP, triton.next_power_of_2(channels - most)) if channels > most else GROUP,
         num_warps=launch.warps, **shared,

@@ -57,7 +57,7 @@ class LinearLaunch:
                     outputs are rounded
     programs        aimed at; K is split until there are about so many
     least           steps of a split at least
-    wide            rows per step of a matrix that has so many `programs` of them, 0: `rows`
+    wide            rows instead, where the matrix has `programs` tiles of so many or more; 0: never
     block           rows of x per program; 0: by their number. Fixed, a row's sums have one order
     ahead           groups of 32 columns read before the wait for an earlier launch, whole steps of
                     128 columns or more (others: none); of a BF16 matrix and one row of x, the first
@@ -144,7 +144,7 @@ def _linear_kernel(
     if KIND == FP8:
         acc = tiled_product(
             x_group, row.to(tl.int64) * x_row, row < T, w_ptr, s_ptr, strip, begin // 32, end // 32,
-            K // 32, packed, words, FP8, BM, S, G, EVEN, WARPS, AHEAD, OVERLAP, UPCAST,
+            K // 32, packed, words, FP8, BM, S, G, EVEN, WARPS, AHEAD, "", OVERLAP, UPCAST,
         )  # fmt: skip
     elif IS_ROW:
         acc = row_product(x_group, w_ptr, n, begin, end, K, first, BN, BK, EVEN, AHEAD > 0)

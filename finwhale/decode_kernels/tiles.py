@@ -357,7 +357,8 @@ def tiled_product(
     x_ptr, rows, inside, w_ptr, s_ptr, strips, g_begin, g_end, num_groups, packed_ahead,
     words_ahead,
     KIND: tl.constexpr, BM: tl.constexpr, S: tl.constexpr, G: tl.constexpr, EVEN: tl.constexpr,
-    WARPS: tl.constexpr, AHEAD: tl.constexpr, OVERLAP: tl.constexpr, UPCAST: tl.constexpr,
+    WARPS: tl.constexpr, AHEAD: tl.constexpr, CACHE: tl.constexpr, OVERLAP: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Return [BM, 32 S] fp32, the products of rows of x with S strips of 32 rows of a matrix.
 
@@ -366,6 +367,7 @@ def tiled_product(
     g_begin, g_end         groups of 32 columns to sum; a step takes G of `num_groups`
     EVEN                   all steps are full, and num_groups a multiple of 4
     packed_ahead           of `tiles_ahead`, the first AHEAD groups, with EVEN and FP8 alone
+    CACHE                  of the loads of x: ".cg" before the wait for the launch before
 
     FP8 or FP4. 16 or 32 rows of the matrix a warp: then nothing decoded crosses a warp.
     """
@@ -415,7 +417,7 @@ def tiled_product(
             w = _fp8_decoded(packed, codes, WARPS, UPCAST)
         if not EVEN:
             keep = inside[:, None] & (k + column // 32 < g_end)[None, :]
-        x = tl.load(at_x + k * 32, mask=keep, other=0.0)
+        x = tl.load(at_x + k * 32, mask=keep, other=0.0, cache_modifier=CACHE)
         # Not a product on top of acc: that one may still read w's registers when the next step
         # writes them. What the multiply-add needs is waited for.
         part = _dot(_by_warp(w, WARPS), x, tl.zeros([32 * S, BM], tl.float32), UPCAST)

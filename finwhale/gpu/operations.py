@@ -75,7 +75,7 @@ def decode_operations(decoder: GpuDecoder) -> tuple[Operation, ...]:
         (
             "selection",
             "triton select_topk_rows, pool_rows",
-            "exact with the stated tie rule, which torch.topk does not keep; beside the products",
+            "exact with the stated tie rule, which torch.topk does not keep",
         ),
         (
             "attention",
@@ -98,6 +98,7 @@ def decode_operations(decoder: GpuDecoder) -> tuple[Operation, ...]:
             "triton draw_tokens",
             "the next step's token never leaves the device; temperature alone (D29)",
         ),
+        ("side stream", "entries, index keys, selection", "they run beside a layer's products"),
         (
             "launch",
             f"{decoder.mode}, buckets {list(decoder.buckets)}",

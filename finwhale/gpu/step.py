@@ -1,4 +1,4 @@
-"""One decode step of a batch: every launch, in order, as a CUDA graph can hold it.
+"""One decode step of a batch: every launch, on two streams, as a CUDA graph can hold it.
 
 One token per sequence; T counts rows. The step reads weights (`weights.py`), pools, and where each
 row stands (`places.py`), writes the rows of this token into the pools, and returns hidden rows. No
@@ -59,8 +59,8 @@ _SCRATCH, _COUNTERS = 1 << 24, 1 << 15
 # How each launch overlaps with the next; `rest` are those that not every layer has. Measured in
 # whole steps, each by itself: a launch that leaves room, or whose follower is small (`down`: a
 # site), lets it come up at once, to read weights while it runs; others when they have read their
-# own, or the next one's programs gather where there is room by chance. Of one row, whose launches
-# are all resident at once, more of them leave room.
+# own, or the next one's programs gather where there is room by chance. Of one row, where most are
+# resident as a whole, more of them leave room.
 _OVERLAPPED = {
     "site": Overlap.AFTER_READING,
     "qkv": Overlap.AFTER_READING,
@@ -158,10 +158,10 @@ class DecodeStep:
         self.launches = Launches() if launches is None else launches
         c, device = weights.config, weights.device
         self.scratch = _scratch(device)
-        # What stores and selects entries runs beside the products of its layer, with own scratch.
-        self.side, self.side_scratch = None, self.scratch
-        if device.type == "cuda":
-            self.side, self.side_scratch = torch.cuda.Stream(device), _scratch(device)
+        # What stores and selects entries runs beside the products of its layer; launches that may
+        # run at once share no scratch.
+        self.side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.side_scratch = _scratch(device) if self.side else self.scratch
         self.site_scratch = site_scratch(max_rows, c.hidden_size, device)
         self.route_scratch = route_scratch(min(max_rows, MAX_TOKENS), c.n_routed_experts, device)
         self.first_mix = torch.zeros(max_rows, STREAMS, device=device)
@@ -202,7 +202,7 @@ class DecodeStep:
                 state = streams, None, None, incoming
             # What comes next is a site, or Engram's gate, which makes no coefficients.
             state = self.block(layer, *state, after is None or not after.engram)
-        return self.site(*state, w.final, True).x
+        return self.site(*state, w.final).x
 
     def head(self, x: Tensor) -> Tensor:
         """Return fp32 logits [T, V]."""
@@ -218,8 +218,7 @@ class DecodeStep:
             yield
             return
         self.side.wait_stream(torch.cuda.current_stream(self.side.device))
-        own = self.scratch
-        self.scratch = self.side_scratch
+        own, self.scratch = self.scratch, self.side_scratch
         try:
             with torch.cuda.stream(self.side):
                 yield
@@ -243,7 +242,7 @@ class DecodeStep:
         before: HyperMix | Tensor | None,
         incoming: Tensor | None,
         site: Site,
-        late: bool,
+        late: bool = True,
     ) -> SiteOutput:
         c = self.weights.config
         # Of one row alone: for many, all programs would make coefficients of their own.
@@ -271,7 +270,7 @@ class DecodeStep:
         late: bool,
     ) -> tuple[Tensor, Tensor, HyperMix | Tensor, Tensor | None]:
         """Launch one layer; returns what the next one takes, logits if it may be `late`."""
-        out = self.site(streams, parts, before, incoming, layer.attn_site, True)
+        out = self.site(streams, parts, before, incoming, layer.attn_site)
         y = self.attention(layer, out.x, out.x_rounded)
         site = self.site(streams, y.unsqueeze(1), out.mix, pre_of(out.mix), layer.ffn_site, late)
         found = [

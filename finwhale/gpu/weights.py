@@ -105,11 +105,7 @@ def decode_unsupported(config: TextConfig, device: torch.device | str) -> str | 
         (c.index_n_heads <= 64, "index_n_heads", "at most 64"),
         (c.index_topk <= 2048, "index_topk", "at most 2048"),
         (c.q_lora_rank % GROUP == 0, "q_lora_rank", "a multiple of 32"),
-        (
-            c.hidden_size % GROUP == 0 and c.hidden_size <= 8192,
-            "hidden_size",
-            "a multiple of 32 up to 8192",
-        ),
+        (c.hidden_size in range(GROUP, 8193, GROUP), "hidden_size", "a multiple of 32 up to 8192"),
         (c.moe_intermediate_size % GROUP == 0, "moe_intermediate_size", "a multiple of 32"),
         (c.n_routed_experts <= 512, "n_routed_experts", "at most 512"),
         (

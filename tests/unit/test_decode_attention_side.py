@@ -104,6 +104,14 @@ def test_rows_may_be_read_before_the_wait(width, k, splits):
     assert torch.equal(got, plain) if DEVICE == "cpu" else cases.relative(got, plain) < 5e-3
 
 
+def test_a_step_of_one_row_has_a_program_for_each_tile():
+    """Or its rows could not be read before the wait: 128 of the window and 512 entries."""
+    launch = attention.attention_launch(1, torch.device("cpu"))
+    assert launch.shares == 1
+    assert launch.splits * launch.keys >= 128 + 512
+    assert 128 % launch.keys == 512 % launch.keys == 0
+
+
 def test_more_tiles_than_stretches_are_not_read_before_the_wait():
     inputs = cases.attention_inputs(3, 5, 64, 17, 31, DEVICE, turning=16)
     for splits, shares in ((3, 1), (4, 2)):
@@ -111,9 +119,9 @@ def test_more_tiles_than_stretches_are_not_read_before_the_wait():
         assert torch.equal(got, attend(inputs, splits, shares))
 
 
-@pytest.mark.parametrize("settled", [False, True])
+@pytest.mark.parametrize(("shares", "settled"), [(1, False), (1, True), (2, False)])
 @pytest.mark.parametrize("broken", ["sink", "entry", "window", "rotation", "hidden"])
-def test_gathered_attention_comparison_notices_a_mistake(broken, settled):
+def test_gathered_attention_comparison_notices_a_mistake(broken, shares, settled):
     inputs = cases.attention_inputs(3, 5, 64, 9, 20, DEVICE, turning=16)
     inputs[5].fill_(2.0)
     want = refs.gather_attention_ref(*inputs)
@@ -129,7 +137,7 @@ def test_gathered_attention_comparison_notices_a_mistake(broken, settled):
     else:
         entries = torch.where(torch.arange(20, device=DEVICE) % 2 == 0, -1, entries)
     moved = [q, ring, window, main, entries, sink, turn]
-    assert cases.relative(attend(moved, 3, 1, settled=settled), want) > 1e-2
+    assert cases.relative(attend(moved, 3, shares, settled=settled), want) > 1e-2
 
 
 def test_a_query_has_the_same_bits_alone_and_beside_others():

@@ -142,8 +142,8 @@ def test_scales_read_as_words_are_those_of_their_groups(columns):
 @pytest.mark.parametrize(
     ("rows", "outputs", "width", "groups", "want"),
     [
-        # Of one row, 924 programs aimed at, five steps of 128 columns at least: 2048 rows are 32
-        # tiles, 40 steps allow eight splits; 8192 rows four, as 924 / 128 is 7 and 4 divides 32.
+        # Of one row, 924 programs aimed at, five steps of 128 columns at least: 40 steps allow
+        # eight splits; 32 steps six, of which four is the most that divides them.
         (1, 2048, 5120, 1, (64, 8, 640)),
         (1, 8192, 4096, 8, (64, 4, 1024)),
         (1, 32768, 1280, 1, (64, 1, 1280)),

@@ -33,7 +33,9 @@ def kernels(tmp_path_factory):
     return {line.pop("kernel"): line for line in lines}
 
 
-@pytest.mark.parametrize("kernel", ["gate and up", "down", "product", "wide product"])
+@pytest.mark.parametrize(
+    "kernel", ["gate and up", "gate and up, one", "down", "product", "wide product"]
+)
 def test_no_product_is_under_way_when_its_step_ends(kernels, kernel):
     waits = kernels[kernel]["waits"]
     assert waits
@@ -44,7 +46,9 @@ def test_the_check_sees_products_on_top_of_a_sum(kernels):
     assert any(kernels["careless"]["waits"])
 
 
-@pytest.mark.parametrize("kernel", ["gate and up", "down", "product", "wide product"])
+@pytest.mark.parametrize(
+    "kernel", ["gate and up", "gate and up, one", "down", "product", "wide product"]
+)
 def test_the_decoder_gets_the_four_bytes_of_a_word(kernels, kernel):
     found = kernels[kernel]["bytes"]
     assert found
@@ -80,10 +84,14 @@ def test_a_product_reads_a_whole_tile_early(kernels):
     assert kernels["product"]["early"]["wide"] == 4
 
 
-def test_the_shared_expert_is_multiplied_before_the_wait_and_no_other(kernels):
-    early = kernels["gate and up"]["early"]
-    assert early["copies"] > 0
+@pytest.mark.parametrize("kernel", ["gate and up", "gate and up, one"])
+def test_the_shared_expert_is_multiplied_before_the_wait_and_no_other(kernels, kernel):
+    early = kernels[kernel]["early"]
     assert early["products"] == 16  # of 64 rows of each and 128 columns, by a warp
+    # Its input, by 16 bytes; and the scales of weights, which nobody writes, by words.
+    assert early["copies"] == early["copies_past_l1"] + early["copies_by_word"] > 20
+    assert early["copies_by_word"] < 5
+    assert early["reads"] + early["wide"] == 0
     down = kernels["down"]["early"]  # its input is the launch before's
     assert not any(down[what] for what in ("reads", "wide", "copies", "products"))
 
@@ -100,13 +108,23 @@ def test_what_earlier_launches_wrote_is_read_past_the_first_level_cache(kernels)
     assert early["past_l1"] == early["reads"] + early["wide"] > 20
     assert kernels["site"]["early"]["past_l1"] == kernels["site"]["early"]["reads"] == 1
     assert kernels["product"]["early"]["past_l1"] == 0
+    combine = kernels["combine"]["early"]  # cos and sin; its sink is a weight
+    assert (combine["reads"], combine["past_l1"], combine["wide"]) == (3, 2, 0)
 
 
 def test_nothing_is_written_and_no_launch_let_in_before_the_wait(kernels):
-    checked = [x["early"] for x in kernels.values() if x.get("early", {}).get("waits")]
-    assert len(checked) == 11
-    assert not any(early["writes"] or early["lets_early"] for early in checked)
-    assert sum(bool(early["copies"]) for early in checked) == 1  # to shared memory
-    assert all(early["lets"] for early in checked)
-    # A kernel that does not wait shows that writes are seen.
+    checked = {name: x["early"] for name, x in kernels.items() if x.get("early", {}).get("lets")}
+    assert len(checked) == 13
+    for name, early in checked.items():
+        assert not early["writes"], name
+        assert not early["lets_early"], name
+        # The shared expert waits elsewhere than the routed ones, the query latent than the window.
+        assert early["waits"] == (2 if name.startswith("gate and up") or name == "latent" else 1)
+        assert bool(early["copies"]) == name.startswith("gate and up")  # to shared memory
+
+
+def test_the_checks_see_a_write_on_one_of_two_paths_and_in_a_kernel_that_does_not_wait(kernels):
+    assert kernels["branches"]["early"]["writes"] == 1
+    assert kernels["branches"]["early"]["waits"] == 2
     assert kernels["careless"]["early"]["writes"] > 0
+    assert not kernels["careless"]["early"]["waits"]

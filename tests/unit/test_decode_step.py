@@ -5,6 +5,7 @@ Every entry is selected, so that no near-tie decides.
 """
 
 import contextlib
+import itertools
 import os
 from dataclasses import replace
 from types import SimpleNamespace
@@ -194,6 +195,54 @@ def test_tokens_fed_back_on_the_device_equal_those_sent_by_the_host(few):
         assert torch.equal(logits, found[0][1])
 
 
+LAUNCHING = (
+    "hyper_site", "linear_fp8", "latent_and_window", "gather_attention", "close_groups",
+    "store_rows", "rotate_queries", "index_scores", "select_topk_rows", "pool_rows", "route",
+    "experts_w4", "engram_update",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("rows", "invariant"), [(1, False), (1, True), (2, False)])
+def test_what_is_read_before_the_wait_was_not_written_by_the_launch_before(
+    few, monkeypatch, rows, invariant
+):
+    """Three launches read early what a step wrote, on the word of this file: all in their place."""
+    calls = []
+
+    def recorded(name, whole):
+        def call(*given, **options):
+            calls.append((name, given, options, whole(*given, **options)))
+            return calls[-1][3]
+
+        return call
+
+    for name in LAUNCHING:
+        monkeypatch.setattr(step_module, name, recorded(name, getattr(step_module, name)))
+    decoder, names, _ = started(few, PROMPTS[:rows], [11, 12][:rows], invariant=invariant)
+    decoder.decode(names, 1)
+    names = [call[0] for call in calls]
+    attentions = [n for n, name in enumerate(names) if name == "gather_attention"]
+    specs = [layer.spec for layer in few[1].layers]
+    settled = [calls[n][2]["settled"] for n in attentions]
+    assert settled == [not (spec.owns_kv or spec.owns_topk) for spec in specs]
+    assert True in settled
+    assert False in settled
+    for n in attentions:
+        if calls[n][2]["settled"]:
+            # The query, and before it the ring; entries and their choice are of an earlier layer.
+            assert names[n - 2 : n] == ["latent_and_window", "linear_fp8"]
+            assert calls[n - 1][3].data_ptr() == calls[n][1][0].data_ptr()
+    for n, name in enumerate(names):
+        if name == "experts_w4":  # the site made its input
+            assert names[n - 2 : n] == ["hyper_site", "route"]
+            assert calls[n][1][0].data_ptr() == calls[n - 2][3].x_rounded.data_ptr()
+    sites = [n for n, name in enumerate(names) if name == "hyper_site"]
+    found = [isinstance(calls[n][3].mix, torch.Tensor) for n in sites]
+    # All but the one before Engram, of layer 1, which adds with coefficients.
+    assert found == [rows == 1 and not invariant and n != 1 for n in range(len(sites))]
+    assert min(b - a for a, b in itertools.pairwise(sites)) >= 3
+
+
 @slow
 def test_neighbours_and_padding_do_not_change_a_row(few, monkeypatch):
     """Bit for bit: in one bucket by any launch, across buckets by the invariant ones."""
@@ -221,7 +270,7 @@ def test_a_step_without_one_of_its_parts_differs(pair, what):
     step, biases = decoder.step, [layer.bias for layer in weights.layers]
     if what == "mix":
         whole = step.site
-        step.site = lambda s, p, b, i, x, _: whole(s, p, b, i.flip(1), x, False)
+        step.site = lambda s, p, b, i, x, _=True: whole(s, p, b, i.flip(1), x, False)
     elif what == "entries":
         step.publish = lambda layer, x: None
     elif what == "engram":
