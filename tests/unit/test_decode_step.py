@@ -204,7 +204,7 @@ LAUNCHING = (
 
 @pytest.mark.parametrize(("rows", "invariant"), [(1, False), (1, True), (2, False)])
 def test_what_is_read_before_the_wait_was_not_written_by_the_launch_before(
-    few, monkeypatch, rows, invariant
+    pair, monkeypatch, rows, invariant
 ):
     """Three launches read early what a step wrote, on the word of this file: all in their place."""
     calls = []
@@ -218,15 +218,19 @@ def test_what_is_read_before_the_wait_was_not_written_by_the_launch_before(
 
     for name in LAUNCHING:
         monkeypatch.setattr(step_module, name, recorded(name, getattr(step_module, name)))
-    decoder, names, _ = started(few, PROMPTS[:rows], [11, 12][:rows], invariant=invariant)
+    decoder, names, _ = started(pair, PROMPTS[:rows], [11, 12][:rows], invariant=invariant)
     decoder.decode(names, 1)
     names = [call[0] for call in calls]
     attentions = [n for n, name in enumerate(names) if name == "gather_attention"]
-    specs = [layer.spec for layer in few[1].layers]
+    specs = [layer.spec for layer in pair[1].layers]
+    # Owners of entries, of a choice alone, and of neither.
+    assert {(s.owns_kv, s.owns_topk) for s in specs} == {
+        (True, True),
+        (False, True),
+        (False, False),
+    }
     settled = [calls[n][2]["settled"] for n in attentions]
     assert settled == [not (spec.owns_kv or spec.owns_topk) for spec in specs]
-    assert True in settled
-    assert False in settled
     for n in attentions:
         if calls[n][2]["settled"]:
             # The query, and before it the ring; entries and their choice are of an earlier layer.
@@ -238,8 +242,10 @@ def test_what_is_read_before_the_wait_was_not_written_by_the_launch_before(
             assert calls[n][1][0].data_ptr() == calls[n - 2][3].x_rounded.data_ptr()
     sites = [n for n, name in enumerate(names) if name == "hyper_site"]
     found = [isinstance(calls[n][3].mix, torch.Tensor) for n in sites]
-    # All but the one before Engram, of layer 1, which adds with coefficients.
-    assert found == [rows == 1 and not invariant and n != 1 for n in range(len(sites))]
+    # All but those before Engram, which adds with coefficients.
+    closed = {2 * n - 1 for n, layer in enumerate(pair[1].layers) if layer.engram}
+    assert closed
+    assert found == [rows == 1 and not invariant and n not in closed for n in range(len(sites))]
     assert min(b - a for a, b in itertools.pairwise(sites)) >= 3
 
 
