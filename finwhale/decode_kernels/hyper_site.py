@@ -417,9 +417,8 @@ def _streams_kernel(
     both = tl.join(tl.sum(_squares(s), axis=1), tl.sum(z * z, axis=1))
     place = 24 + tl.arange(0, 2)[None, :]
     tl.store(at_sums[:, None] + place, both, mask=inside[:, None])
-    u = tl.join(
-        tl.join(s[0], s[2]), tl.join(s[1], s[3])
-    )  # [TB, CS, high bit, low bit of the stream]
+    # [TB, CS, high bit, low bit of the stream]
+    u = tl.join(tl.join(s[0], s[2]), tl.join(s[1], s[3]))
     u = tl.reshape(tl.permute(u, (0, 2, 3, 1)), (TB, 4 * CS))
     let_next_start(OVERLAP)
     acc = _dot_parts(u, fn, tl.zeros([TB, _PADDED], tl.float32), UPCAST)
