@@ -600,7 +600,7 @@ def hyper_site(
     if reason is not None:
         raise SiteUnsupportedError(f"hyper_site: {reason}")
     tokens, _, channels = streams.shape
-    launch = site_launch(max(1, tokens), streams.device) if launch is None else launch
+    launch = site_launch(tokens, streams.device) if launch is None else launch
     late, is_fit = late and not launch.apart, incoming is not None
     if isinstance(before, Tensor):
         is_logits = before.shape == (tokens, _ROWS) and before.dtype == torch.float32

@@ -98,7 +98,11 @@ def decode_operations(decoder: GpuDecoder) -> tuple[Operation, ...]:
             "triton draw_tokens",
             "the next step's token never leaves the device; temperature alone (D29)",
         ),
-        ("side stream", "entries, index keys, selection", "they run beside a layer's products"),
+        (
+            "second stream",
+            "entries, index keys, selection" if decoder.step.side else "none on this device",
+            "they run beside a layer's products",
+        ),
         (
             "launch",
             f"{decoder.mode}, buckets {list(decoder.buckets)}",

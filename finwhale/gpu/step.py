@@ -212,7 +212,7 @@ class DecodeStep:
     def beside(self) -> Iterator[None]:
         """Launch what follows after all launches so far, but beside those that come next.
 
-        It takes the scratch of its own; `together` ends it.
+        It takes scratch of its own; `together` ends it.
         """
         if self.side is None:
             yield

@@ -108,11 +108,7 @@ def decode_unsupported(config: TextConfig, device: torch.device | str) -> str | 
         (c.hidden_size in range(GROUP, 8193, GROUP), "hidden_size", "a multiple of 32 up to 8192"),
         (c.moe_intermediate_size % GROUP == 0, "moe_intermediate_size", "a multiple of 32"),
         (c.n_routed_experts <= 512, "n_routed_experts", "at most 512"),
-        (
-            _is_power(c.candidate_block_size, 1, 64),
-            "candidate_block_size",
-            "a power of two up to 64",
-        ),
+        (_is_power(c.candidate_block_size, 1, 64), "candidate_block_size", "a power of two <= 64"),
         # A step gives each owner its own layer's input.
         (
             c.ced_kv_from == "layer_input" or not owners,

@@ -220,8 +220,8 @@ def test_what_is_read_before_the_wait_was_not_written_by_the_launch_before(
         monkeypatch.setattr(step_module, name, recorded(name, getattr(step_module, name)))
     decoder, names, _ = started(pair, PROMPTS[:rows], [11, 12][:rows], invariant=invariant)
     decoder.decode(names, 1)
-    names = [call[0] for call in calls]
-    attentions = [n for n, name in enumerate(names) if name == "gather_attention"]
+    order = [call[0] for call in calls]
+    attentions = [n for n, name in enumerate(order) if name == "gather_attention"]
     specs = [layer.spec for layer in pair[1].layers]
     # Owners of entries, of a choice alone, and of neither.
     assert {(s.owns_kv, s.owns_topk) for s in specs} == {
@@ -234,13 +234,13 @@ def test_what_is_read_before_the_wait_was_not_written_by_the_launch_before(
     for n in attentions:
         if calls[n][2]["settled"]:
             # The query, and before it the ring; entries and their choice are of an earlier layer.
-            assert names[n - 2 : n] == ["latent_and_window", "linear_fp8"]
+            assert order[n - 2 : n] == ["latent_and_window", "linear_fp8"]
             assert calls[n - 1][3].data_ptr() == calls[n][1][0].data_ptr()
-    for n, name in enumerate(names):
+    for n, name in enumerate(order):
         if name == "experts_w4":  # the site made its input
-            assert names[n - 2 : n] == ["hyper_site", "route"]
+            assert order[n - 2 : n] == ["hyper_site", "route"]
             assert calls[n][1][0].data_ptr() == calls[n - 2][3].x_rounded.data_ptr()
-    sites = [n for n, name in enumerate(names) if name == "hyper_site"]
+    sites = [n for n, name in enumerate(order) if name == "hyper_site"]
     found = [isinstance(calls[n][3].mix, torch.Tensor) for n in sites]
     # All but those before Engram, which adds with coefficients.
     closed = {2 * n - 1 for n, layer in enumerate(pair[1].layers) if layer.engram}
