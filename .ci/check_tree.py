@@ -14,9 +14,11 @@ from pathlib import Path
 
 MAX_FILE_LINES = 700
 MAX_MODEL_ROOM_LINES = 2500
-MAX_PACKAGE_LINES = 43_000
-MAX_FILES_PER_ROOM = 14
-MAX_TRACKED_BYTES = 40 * 1000 * 1000
+# Room for the repairs of the server, the parser and the loader, until the walls move.
+MAX_PACKAGE_LINES = 48_000
+MAX_FILES_PER_ROOM = 20
+MAX_TRACKED_BYTES = 56 * 1000 * 1000
+MAX_MODELS_BYTES = 44 * 1000 * 1000
 BANNED_NAMES = re.compile(r"^(utils?|helpers?|common|misc|.*manager|base)\.py$")
 # Absolute places that exist on one machine only. Written in pieces, so that this file passes.
 _ROOTS = "|".join(("work", "root", "home", "Users", "tmp", "mnt"))
@@ -43,6 +45,9 @@ def size_problems(root: Path, files: Iterable[Path]) -> list[str]:
     total = sum((root / f).stat().st_size for f in files)
     if total > MAX_TRACKED_BYTES:
         problems.append(f"tracked files: {total} bytes, limit {MAX_TRACKED_BYTES}")
+    models = sum((root / f).stat().st_size for f in files if f.parts[0] == "models")
+    if models > MAX_MODELS_BYTES:
+        problems.append(f"models: {models} bytes, limit {MAX_MODELS_BYTES}")
     python = {f: _lines(root / f) for f in files if f.suffix == ".py"}
     for f, n in python.items():
         if n > MAX_FILE_LINES:

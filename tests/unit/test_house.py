@@ -47,11 +47,12 @@ def tree(tmp_path):
             {f"finwhale/model/m{i}.py": "x = 1\n" * 500 for i in range(5)},
             "finwhale/model: 2500 lines, limit 2500",
         ),
-        ({f"finwhale/ops/m{i}.py": "" for i in range(15)}, "finwhale/ops: 15 files, limit 14"),
+        ({f"finwhale/ops/m{i}.py": "" for i in range(21)}, "finwhale/ops: 21 files, limit 20"),
         ({"finwhale/ops/utils.py": ""}, "name says nothing"),
         ({"finwhale/ops/cache_manager.py": ""}, "name says nothing"),
         ({"finwhale/ops/deep/a.py": ""}, "never deeper"),
-        ({"a.bin": "x" * 40_000_001}, "limit 40000000"),
+        ({"a.bin": "x" * 56_000_001}, "limit 56000000"),
+        ({"models/a.bin": "x" * 44_000_001}, "models: 44000001 bytes, limit 44000000"),
     ],
 )
 def test_planted_size_is_found(tree, files, message):
