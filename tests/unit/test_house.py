@@ -64,7 +64,7 @@ def test_sizes_at_the_limit_pass(tree):
     root, plant = tree
     files = {
         "finwhale/ops/a.py": "x = 1\n" * 700,
-        "data.bin": "x" * (40_000_000 - 6 * 700 - 6 * 2499),
+        "data.bin": "x" * (56_000_000 - 6 * 700 - 6 * 2499),
     }
     files |= {f"finwhale/model/m{i}.py": "x = 1\n" * 625 for i in range(3)}
     files["finwhale/model/m3.py"] = "x = 1\n" * 624
