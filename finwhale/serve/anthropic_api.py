@@ -22,8 +22,8 @@ from finwhale.serve.errors import InvalidRequestError, OverloadedError, ServeErr
 from finwhale.serve.exchange import EventStream, Exchange, json_response
 from finwhale.serve.generation import ChoiceEvent, Generation, Usage
 from finwhale.serve.openai_api import served_model
-from finwhale.serve.preparation import MAX_NEW_TOKENS, ChatRequest, Sampling
-from finwhale.serve.schema import MAX_USER_ID, decode
+from finwhale.serve.planning import MAX_NEW_TOKENS, ChatRequest, Plan, Planner, Sampling
+from finwhale.serve.schema import MAX_USER_ID
 from finwhale.serve.service import new_id
 from finwhale.text.output_parser import MAX_STOPS, Delta
 
@@ -149,6 +149,14 @@ class MessagesBody(msgspec.Struct, frozen=True, kw_only=True):
     metadata: Metadata | None = None
     stream: bool | None = None
 
+    def plans(self, planner: Planner, tenant: str) -> list[Plan]:
+        """Return the one plan of this body; raise InvalidRequestError for a bad value."""
+        return [planner.chat(self.request(tenant))]
+
+    def lean(self) -> MessagesBody:
+        """Return the body without its conversation."""
+        return msgspec.structs.replace(self, messages=[], system=None, tools=None)
+
     def request(self, tenant: str) -> ChatRequest:
         """Return what the service is asked for; raise InvalidRequestError for a bad value."""
         if not 1 <= self.max_tokens <= MAX_NEW_TOKENS:
@@ -181,11 +189,11 @@ class MessagesBody(msgspec.Struct, frozen=True, kw_only=True):
 
 async def messages(exchange: Exchange) -> Response:
     """Answer POST /anthropic/v1/messages."""
-    body = decode(await exchange.body(), MessagesBody)
+    asked = await exchange.read(MessagesBody)
+    body = asked.body
     model = claude_model(body.model, exchange.config)
-    request = body.request(exchange.tenant)
     message_id = new_id("msg_")
-    begun = exchange.service.chat(request, request_id=message_id)
+    begun = exchange.begin(asked.plan, request_id=message_id)
     if body.stream:
         generation = await exchange.while_connected(begun)
         response: Response = EventStream(

@@ -23,24 +23,25 @@ from finwhale.config.server import ServerConfig
 from finwhale.serve.errors import InvalidRequestError, NotFoundError, ServeError, openai_body
 from finwhale.serve.exchange import EventStream, Exchange, json_response
 from finwhale.serve.generation import ChoiceEvent, ChoiceResult, Generation, TokenLogprob, Usage
-from finwhale.serve.schema import ChatBody, CompletionBody, decode
+from finwhale.serve.planning import Plan
+from finwhale.serve.schema import ChatBody, CompletionBody
 from finwhale.text.output_parser import Delta
-from finwhale.text.prompt import thinking_and_effort
 
 DONE = b"data: [DONE]\n\n"
 
 
 async def chat_completions(exchange: Exchange) -> Response:
     """Answer POST /v1/chat/completions."""
-    body = decode(await exchange.body(), ChatBody)
+    asked = await exchange.read(ChatBody)
+    body, plan = asked.body, asked.plan
     model = served_model(body.model, exchange.config)
-    request = body.request(exchange.tenant)
     if not body.stream:
-        generation, results = await exchange.while_connected(_collected(exchange, request))
-        return json_response(_chat_answer(generation, results, model, is_thinking=_thinks(request)))
-    generation = await exchange.while_connected(exchange.service.chat(request))
+        generation, results = await exchange.while_connected(_collected(exchange, plan))
+        answer = _chat_answer(generation, results, model, is_thinking=plan.is_thinking)
+        return json_response(answer)
+    generation = await exchange.while_connected(exchange.begin(plan))
     events = _chat_events(
-        generation, model, is_thinking=_thinks(request), wants_usage=body.wants_usage
+        generation, model, is_thinking=plan.is_thinking, wants_usage=body.wants_usage
     )
     return EventStream(
         events,
@@ -52,15 +53,15 @@ async def chat_completions(exchange: Exchange) -> Response:
 
 async def completions(exchange: Exchange) -> Response:
     """Answer POST /v1/completions."""
-    body = decode(await exchange.body(), CompletionBody)
+    asked = await exchange.read(CompletionBody)
+    body = asked.body
     model = served_model(body.model, exchange.config)
-    requests = body.requests(exchange.tenant, max_choices=exchange.config.max_choices)
 
     async def begun() -> list[Generation]:
         generations: list[Generation] = []
         try:
-            for request in requests:
-                generations.append(await exchange.service.complete(request))
+            for plan in asked.plans:
+                generations.append(await exchange.begin(plan))
         except BaseException:
             # A body is served as a whole or not at all.
             for generation in generations:
@@ -141,13 +142,9 @@ def usage_body(usage: Usage) -> dict[str, Any]:
     }
 
 
-async def _collected(exchange: Exchange, request: Any) -> tuple[Generation, list[ChoiceResult]]:
-    generation = await exchange.service.chat(request)
+async def _collected(exchange: Exchange, plan: Plan) -> tuple[Generation, list[ChoiceResult]]:
+    generation = await exchange.begin(plan)
     return generation, await generation.collect()
-
-
-def _thinks(request: Any) -> bool:
-    return thinking_and_effort(request.thinking, request.effort)[0]
 
 
 def _chat_answer(

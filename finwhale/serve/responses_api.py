@@ -24,8 +24,8 @@ from finwhale.serve.errors import InvalidRequestError, OverloadedError, ServeErr
 from finwhale.serve.exchange import EventStream, Exchange, json_response
 from finwhale.serve.generation import ChoiceEvent, Generation, Usage
 from finwhale.serve.openai_api import served_model
-from finwhale.serve.preparation import MAX_NEW_TOKENS, ChatRequest, Sampling
-from finwhale.serve.schema import MAX_USER_ID, decode
+from finwhale.serve.planning import MAX_NEW_TOKENS, ChatRequest, Plan, Planner, Sampling
+from finwhale.serve.schema import MAX_USER_ID
 from finwhale.serve.service import new_id
 from finwhale.text.output_parser import Delta
 
@@ -87,6 +87,14 @@ class ResponsesBody(msgspec.Struct, frozen=True, kw_only=True):
     conversation: Any = None
     prompt: Any = None
 
+    def plans(self, planner: Planner, tenant: str) -> list[Plan]:
+        """Return the one plan of this body; raise InvalidRequestError for a bad value."""
+        return [planner.chat(self.request(tenant))]
+
+    def lean(self) -> ResponsesBody:
+        """Return the body without its history; an answer repeats the rest."""
+        return msgspec.structs.replace(self, input="")
+
     def request(self, tenant: str) -> ChatRequest:
         """Return what the service is asked for; raise InvalidRequestError for a bad value."""
         for name in ("background", "conversation", "prompt"):
@@ -115,12 +123,12 @@ class ResponsesBody(msgspec.Struct, frozen=True, kw_only=True):
 
 async def responses(exchange: Exchange) -> Response:
     """Answer POST /v1/responses."""
-    body = decode(await exchange.body(), ResponsesBody)
+    asked = await exchange.read(ResponsesBody)
+    body = asked.body
     model = served_model(body.model, exchange.config)
-    request = body.request(exchange.tenant)
     response_id = new_id("resp_")
     answer = Answer(response_id, model, body)
-    begun = exchange.service.chat(request, request_id=response_id)
+    begun = exchange.begin(asked.plan, request_id=response_id)
     if body.stream:
         generation = await exchange.while_connected(begun)
         return EventStream(

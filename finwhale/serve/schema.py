@@ -2,8 +2,7 @@
 
 One struct for each endpoint; a null is a field left out, unknown fields are ignored, and a wrong
 type is refused with its path. It owns ranges that are the protocol's own; those of sampling are
-the engine's (finwhale/engine/request.py). A newcomer's mistake: `presence_penalty` and
-`frequency_penalty` are checked and then have no effect, as in the hosted service.
+the engine's (finwhale/engine/request.py).
 Source: spec/multimodal-serving.md sections B.3 and D.2.
 """
 
@@ -15,7 +14,14 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from finwhale.serve.errors import InvalidRequestError
-from finwhale.serve.preparation import MAX_NEW_TOKENS, ChatRequest, CompletionRequest, Sampling
+from finwhale.serve.planning import (
+    MAX_NEW_TOKENS,
+    ChatRequest,
+    CompletionRequest,
+    Plan,
+    Planner,
+    Sampling,
+)
 
 MAX_USER_ID = 512
 _PATH = re.compile(r" - at `\$\.?([A-Za-z_]+)?")
@@ -74,6 +80,14 @@ class ChatBody(_Sampled, frozen=True, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
 
+    def plans(self, planner: Planner, tenant: str) -> list[Plan]:
+        """Return the one plan of this body; raise InvalidRequestError for a bad value."""
+        return [planner.chat(self.request(tenant))]
+
+    def lean(self) -> ChatBody:
+        """Return the body without its conversation."""
+        return msgspec.structs.replace(self, messages=[], tools=None, logit_bias=None)
+
     def request(self, tenant: str) -> ChatRequest:
         """Return what the service is asked for; raise InvalidRequestError for a bad value."""
         newer = self.max_completion_tokens
@@ -102,6 +116,15 @@ class CompletionBody(_Sampled, frozen=True, kw_only=True):
     echo: bool | None = None
     logprobs: int | None = None
     best_of: int | None = None
+
+    def plans(self, planner: Planner, tenant: str) -> list[Plan]:
+        """Return the plan of each prompt; raise InvalidRequestError for a bad value."""
+        requests = self.requests(tenant, max_choices=planner.config.max_choices)
+        return [planner.text(request) for request in requests]
+
+    def lean(self) -> CompletionBody:
+        """Return the body without its prompts."""
+        return msgspec.structs.replace(self, prompt="", logit_bias=None)
 
     def requests(self, tenant: str, *, max_choices: int) -> list[CompletionRequest]:
         """Return one request for each prompt; raise InvalidRequestError for a bad value."""
@@ -172,6 +195,8 @@ def _sampling(
         logprobs=logprobs,
         top_logprobs=top_logprobs,
         logit_bias=_logit_bias(body.logit_bias or {}),
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
     )
 
 
