@@ -25,7 +25,7 @@ from finwhale.text.grammar import (
     json_schema_constraint,
     regex_constraint,
 )
-from finwhale.text.output_parser import MAX_STOPS, OutputParser, OutputParserError
+from finwhale.text.output_parser import OutputParser, OutputParserError
 from finwhale.text.prompt import PromptError, encode_prompt, thinking_and_effort
 from finwhale.text.special_tokens import END_THINK, THINK
 from finwhale.text.tokenizer import Tokenizer, TokenizerError
@@ -174,7 +174,7 @@ class Preparer:
                 json_mode=kind in ("json_object", "json_schema") and constraint is None,
                 starts_in_calls=must_call,
             )
-            readers.append(ChatReader(self.tokenizer, parser, stop))
+            readers.append(ChatReader(self.tokenizer, parser))
         return Prepared(prompt=prompt, params=params, readers=readers)
 
     def _text(self, request: CompletionRequest) -> Prepared:
@@ -184,9 +184,6 @@ class Preparer:
         else:
             ids = prompt = list(request.prompt)
         stop = request.sampling.stop
-        if len(stop) > MAX_STOPS or not all(stop):
-            want = f"at most {MAX_STOPS} texts, none empty"
-            raise InvalidRequestError(f"stop: got {list(stop)!r}, expected {want}", param="stop")
         wants_told = request.echo and request.sampling.logprobs
         params = self._params(
             request.sampling,

@@ -46,7 +46,7 @@ def read(reader, ids, reason="stop"):
 
 def chat_reader(tokenizer, *, thinking=False, tools=False, stop=()):
     parser = OutputParser(thinking=thinking, tools_declared=tools, stop=stop)
-    return ChatReader(tokenizer, parser, stop)
+    return ChatReader(tokenizer, parser)
 
 
 @given(
