@@ -29,7 +29,12 @@ _CALL_ID_LETTERS = string.ascii_letters + string.digits
 # Pieces of this many characters are walked at a time: what follows a marker is read again.
 _WALK = 1024
 _OPENERS = tuple(f"<{DSML}{blank}{name}" for blank in (" ", "") for name in NAMES)
-_STRAYS = tuple(opener.replace("<", "</") for opener in _OPENERS)
+# Closing tags, also with the slash behind the marker.
+_STRAYS = tuple(
+    tag
+    for name in NAMES
+    for tag in (f"</{DSML} {name}", f"</{DSML}{name}", f"<{DSML} /{name}", f"<{DSML}/{name}")
+)
 _BEGUN_TAGS = (f"<{DSML}", f"</{DSML}")
 _FENCES = ("```json\n", "```\n")
 _END_OF_FENCE = "\n```"
@@ -128,7 +133,8 @@ class OutputParser:
         # Newlines that are part of the text only if more text follows them.
         self._newlines = 0
         self._is_at_start = True
-        self._has_content = False
+        # Kinds of text that have been said.
+        self._said: set[str] = set()
         self._block = CallsReader()
         # Where text goes on behind a block without calls.
         self._behind_block = self._after_reasoning
@@ -243,7 +249,7 @@ class OutputParser:
 
     def _enter_block(self, marker: str) -> str:
         opener, _, tag = marker.partition(DSML)
-        self._block = CallsReader(opener)
+        self._block = CallsReader(opener, is_stray=marker.startswith("</") or marker in _STRAYS)
         self._newlines = 0
         ends_reasoning = self._state is _State.REASONING and not self._block.is_stray
         self._behind_block = self._after_reasoning if ends_reasoning else self._state
@@ -274,7 +280,7 @@ class OutputParser:
         lines = [text] if text else []
         lines += [f"[unreadable tool call: {reason}]"] if is_new else []
         if lines:
-            begin = "\n" if self._has_content or self._owes_newline else ""
+            begin = "\n" if self._kind in self._said else ""
             self._append(begin + "\n".join(lines))
         self._owes_newline = True
         self._is_at_start = False
@@ -314,9 +320,12 @@ class OutputParser:
 
     def _append(self, text: str) -> None:
         if text:
-            kind = "reasoning" if self.in_reasoning else "content"
-            self._has_content = self._has_content or kind == "content"
-            self._deltas.append(Delta(kind=kind, text=text))
+            self._said.add(self._kind)
+            self._deltas.append(Delta(kind=self._kind, text=text))
+
+    @property
+    def _kind(self) -> Literal["reasoning", "content"]:
+        return "reasoning" if self.in_reasoning else "content"
 
     def _flush(self) -> list[Delta]:
         deltas, self._deltas = self._deltas, []

@@ -8,6 +8,7 @@ mistake: asking for the earliest begin; a longer text may never be completed, so
 
 from __future__ import annotations
 
+import re
 from array import array
 from collections.abc import Iterable
 
@@ -18,6 +19,10 @@ class TextSearch:
     def __init__(self, wanted: Iterable[str]) -> None:
         """Search for `wanted`, none empty; where two end together, the first listed counts."""
         self._wanted = [_Wanted(text) for text in wanted]
+        begins = {re.escape(each.text[0]) for each in self._wanted}
+        # Most pieces of an answer hold no letter that a wanted text begins with.
+        self._begin = re.compile("|".join(sorted(begins)) or r"\Z.")
+        self._is_open = False
 
     @property
     def num_open(self) -> int:
@@ -26,6 +31,8 @@ class TextSearch:
 
     def feed(self, piece: str) -> tuple[int, str] | None:
         """Go on with `piece`; return where in it the first complete text ends, and that text."""
+        if not self._is_open and self._begin.search(piece) is None:
+            return None
         found: tuple[int, str] | None = None
         for each in self._wanted:
             # Only an earlier end can still win.
@@ -35,6 +42,7 @@ class TextSearch:
         if found is not None:
             for each in self._wanted:
                 each.matched = 0
+        self._is_open = any(each.matched for each in self._wanted)
         return found
 
 

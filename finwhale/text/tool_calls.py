@@ -36,7 +36,7 @@ _MISSPELT_END = re.compile(r"</[ |\uff5c]*(?:DSML)?[ |\uff5c]*param\w*\s*>\Z")
 _MAX_MISSPELT_CHARS = 40
 # What of an unfinished tag is markup: its name and attributes, the last one perhaps half there.
 _UNFINISHED_TAG = re.compile(
-    r"""\s*+/?\s*+\w*+(?:\s++\w++\s*+=\s*+(?:"[^"]*+"?+|'[^']*+'?+)?+)*+"""
+    r"""\s*+/?\s*+(\w*+)(?:\s++\w++\s*+=\s*+(?:"[^"]*+"?+|'[^']*+'?+)?+)*+"""
 )
 
 
@@ -64,13 +64,14 @@ class CallsReader:
     All else that is no call is text, and with it goes one reason, the first that was found.
     """
 
-    def __init__(self, opener: str | None = None) -> None:
+    def __init__(self, opener: str | None = None, *, is_stray: bool = False) -> None:
         """Begin behind an opener that the prompt wrote, or inside the tag that opens the block.
 
-        opener  `<` or `</`, behind which a marker stood; behind `</` the one tag is the block
+        opener    `<` or `</`, behind which a marker stood
+        is_stray  the tag is a closing one and the whole block
         """
         self.is_ended = False
-        self.is_stray = opener == "</"
+        self.is_stray = is_stray
         self._prefix, self._is_in_tag, self._quote = opener or "", opener is not None, ""
         # Text before the open tag, and what has come of the open tag or text.
         self._run = ""
@@ -119,7 +120,7 @@ class CallsReader:
     def finish(self, *, is_cut: bool) -> None:
         """End the block with the text; `is_cut`: a limit ended it and not the model."""
         rest = self._taken()
-        opens_tag = self._is_in_tag and self._prefix != "</"
+        opens_tag = self._is_in_tag and self._prefix != "</" and not self.is_stray
         self._note("a closing tag stands alone", self.is_stray)
         if self._is_in_tag:
             self._take_text(self._run, None)
@@ -327,7 +328,11 @@ def _tag_of(prefix: str, text: str) -> _Tag | None:
 def _without_tag(text: str) -> str:
     """Return what of an unfinished tag is no markup."""
     before, bracket, behind = text.partition(">")
-    return behind if bracket else _UNFINISHED_TAG.sub("", before, count=1)
+    if bracket:
+        return behind
+    found = _UNFINISHED_TAG.match(before)
+    is_tag = found is not None and any(name.startswith(found[1]) for name in NAMES)
+    return before[found.end() :] if found is not None and is_tag else before
 
 
 def _without_misspelt_end(text: str) -> str:
