@@ -19,8 +19,9 @@ class TextSearch:
     def __init__(self, wanted: Iterable[str]) -> None:
         """Search for `wanted`, none empty; where two end together, the first listed counts."""
         self._wanted = [_Wanted(text) for text in wanted]
-        begins = {re.escape(each.text[0]) for each in self._wanted}
-        # Most pieces of an answer hold no letter that a wanted text begins with.
+        # Most pieces of an answer hold no beginning of two characters, and end with none of one.
+        begins = {re.escape(each.text[:2]) for each in self._wanted}
+        begins |= {re.escape(each.text[0]) + r"\Z" for each in self._wanted}
         self._begin = re.compile("|".join(sorted(begins)) or r"\Z.")
         self._is_open = False
 
