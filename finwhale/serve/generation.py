@@ -178,11 +178,7 @@ class ChatReader:
         parser = self._parser.parser
         was_reasoning, was_in_calls = parser.in_reasoning, parser.in_calls
         deltas = self._parser.feed([result.token])
-        is_marker = (
-            was_reasoning != parser.in_reasoning
-            or (was_in_calls and parser.in_calls)
-            or result.token == self._tokenizer.eos_id
-        )
+        is_marker = was_reasoning != parser.in_reasoning or result.token == self._tokenizer.eos_id
         if result.logprob is not None and not is_marker:
             kind = "reasoning" if parser.in_reasoning else "content"
             self._pending.append(told(self._tokenizer, result, kind))

@@ -164,11 +164,13 @@ def test_tokens_of_a_call_are_not_told_and_those_of_the_text_before_are(tokenize
         assert b"".join(t.token_bytes for t in tokens) == b"xy"
 
 
-def test_the_last_allowed_call_ends_the_choice_and_the_engine_is_told(tokenizer):
+@pytest.mark.parametrize("size", [1, 1000])
+def test_the_last_allowed_call_ends_the_choice_and_the_engine_is_told(tokenizer, size):
     async def main():
         messages = []
-        for token in answer_ids(tokenizer, "x", *BLOCK):
-            new = (TokenResult(token=token),)
+        told_ids = [TokenResult(token=token) for token in answer_ids(tokenizer, "x", *BLOCK)]
+        for at in range(0, len(told_ids), size):
+            new = tuple(told_ids[at : at + size])
             messages.append(RequestOutput(request_id="r", index=0, new=new))
         made, cancelled = generation(tokenizer, messages)
         made._readers = [chat_reader(tokenizer, tools=True, max_calls=1)]

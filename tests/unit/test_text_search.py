@@ -5,7 +5,7 @@ from __future__ import annotations
 import tracemalloc
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from finwhale.text.output_parser import MAX_STOP_CHARS, MAX_STOPS, OutputParser
@@ -27,11 +27,16 @@ def num_open(text, wanted):
     return max((len(e) for e in ends for w in wanted if w.startswith(e) and w != e), default=0)
 
 
+@settings(max_examples=400)
 @given(
-    text=st.text("ab", max_size=24),
-    wanted=st.lists(st.text("ab", min_size=1, max_size=6), max_size=4),
+    text=st.text("ab", min_size=3, max_size=24),
+    wanted=st.lists(st.text("ab", min_size=3, max_size=7), max_size=3)
+    | st.lists(st.text("ab", min_size=1, max_size=2), max_size=3),
     cuts=st.lists(st.integers(0, 24), max_size=6),
 )
+# A text that begins again inside its own beginning, once and through two shorter ones.
+@example(text="aaab", wanted=["aab"], cuts=[])
+@example(text="aabaabaaab", wanted=["aabaaab"], cuts=[])
 @example(text="aabaaabaabaaab", wanted=["aabaaaba", "abab"], cuts=[3, 7])
 @example(text="abcd", wanted=["abcde", "cd", "bcd"], cuts=[])
 def test_any_cut_finds_what_is_complete_first(text, wanted, cuts):
