@@ -164,6 +164,15 @@ def test_tokens_of_a_call_are_not_told_and_those_of_the_text_before_are(tokenize
         assert b"".join(t.token_bytes for t in tokens) == b"xy"
 
 
+def test_tokens_between_blocks_without_calls_are_those_of_the_text(tokenizer):
+    empty = ("<", DSML, " calls>", "</", DSML, " calls>")
+    ids = answer_ids(tokenizer, *empty, "b", *empty, "c")
+    text, tokens, _ = read(chat_reader(tokenizer, tools=True), ids)
+    # The second block has the reason of the first, which is said once.
+    assert text == "[unreadable tool call: the block has no invoke]\nb\nc"
+    assert [t.token for t in tokens] == ["b", "c"]
+
+
 @pytest.mark.parametrize("size", [1, 1000])
 def test_the_last_allowed_call_ends_the_choice_and_the_engine_is_told(tokenizer, size):
     async def main():
