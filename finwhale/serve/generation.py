@@ -176,25 +176,25 @@ class ChatReader:
     def feed(self, result: TokenResult) -> tuple[list[Delta], list[TokenLogprob]]:
         """Take one token; return what became certain."""
         parser = self._parser.parser
-        was_reasoning, was_in_calls = parser.in_reasoning, parser.in_calls
+        was_reasoning, is_marker = parser.in_reasoning, parser.in_calls
         deltas = self._parser.feed([result.token])
-        is_marker = was_reasoning != parser.in_reasoning or result.token == self._tokenizer.eos_id
+        is_marker = is_marker or was_reasoning != parser.in_reasoning
+        is_marker = is_marker or result.token == self._tokenizer.eos_id
         if result.logprob is not None and not is_marker:
             kind = "reasoning" if parser.in_reasoning else "content"
             self._pending.append(told(self._tokenizer, result, kind))
-        return deltas, self._certain(deltas, was_in_calls=was_in_calls)
+        return deltas, self._certain(deltas)
 
     def finish(self, reason: str) -> tuple[list[Delta], list[TokenLogprob], str]:
         """End the choice; return the rest and the finish reason."""
-        was_in_calls = self._parser.parser.in_calls
         deltas = self._parser.finish(reason)
         finish_reason = self._parser.parser.finish_reason or reason
-        return deltas, self._certain(deltas, was_in_calls=was_in_calls), finish_reason
+        return deltas, self._certain(deltas), finish_reason
 
-    def _certain(self, deltas: list[Delta], *, was_in_calls: bool) -> list[TokenLogprob]:
+    def _certain(self, deltas: list[Delta]) -> list[TokenLogprob]:
         """Return the pending tokens that these deltas have settled; those of markup never."""
         is_text = any(delta.kind in ("reasoning", "content") for delta in deltas)
-        told_now = self._pending if is_text and not was_in_calls else []
+        told_now = self._pending if is_text else []
         if is_text or self._parser.parser.in_calls:
             self._pending = []
         return told_now

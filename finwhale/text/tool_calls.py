@@ -35,8 +35,12 @@ _PLAIN_MARKUP = re.compile(r"</?(?:parameter|invoke)\b")
 _MISSPELT_END = re.compile(r"</[ |\uff5c]*(?:DSML)?[ |\uff5c]*param\w*\s*>\Z")
 _MAX_MISSPELT_CHARS = 40
 # What of an unfinished tag is markup: its name and attributes, the last one perhaps half there.
+_HALF_ATTRIBUTE = "|".join(
+    word[:length] for word in ("name", "string") for length in range(len(word), 0, -1)
+)
 _UNFINISHED_TAG = re.compile(
     r"""\s*+/?\s*+(\w*+)(?:\s++\w++\s*+=\s*+(?:"[^"]*+"?+|'[^']*+'?+)?+)*+"""
+    rf"""(?:\s++(?:{_HALF_ATTRIBUTE})?\s*+\Z)?"""
 )
 
 
@@ -122,6 +126,7 @@ class CallsReader:
         rest = self._taken()
         opens_tag = self._is_in_tag and self._prefix != "</" and not self.is_stray
         self._note("a closing tag stands alone", self.is_stray)
+        self._note("a call was cut off", is_cut and opens_tag and self._invoke is None)
         if self._is_in_tag:
             self._take_text(self._run, None)
         self._take_text(_without_tag(rest) if self._is_in_tag else _without_prefix(rest), None)
@@ -130,7 +135,7 @@ class CallsReader:
         if self._invoke is not None:
             self._break_invoke()
         elif opens_tag or not self._has_calls:
-            self._note("a call was cut off" if is_cut else "a tag does not end", opens_tag)
+            self._note("a tag does not end", opens_tag)
             self._note("a call was cut off", is_cut)
         self._end_block()
 
