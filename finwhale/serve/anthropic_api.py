@@ -25,7 +25,7 @@ from finwhale.serve.openai_api import served_model
 from finwhale.serve.planning import MAX_NEW_TOKENS, ChatRequest, Plan, Planner, Sampling
 from finwhale.serve.schema import MAX_USER_ID
 from finwhale.serve.service import new_id
-from finwhale.text.output_parser import MAX_STOPS, Delta
+from finwhale.text.output_parser import Delta, OutputParserError, check_stops
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _ERROR_TYPES = {"server_error": "api_error"}
@@ -164,8 +164,10 @@ class MessagesBody(msgspec.Struct, frozen=True, kw_only=True):
         if self.temperature is not None and not 0 <= self.temperature <= 2:
             raise _refused("temperature", self.temperature, "0 to 2")
         stop = tuple(self.stop_sequences or ())
-        if len(stop) > MAX_STOPS or not all(stop):
-            raise _refused("stop_sequences", stop, f"at most {MAX_STOPS} texts, none empty")
+        try:
+            check_stops(stop, "stop_sequences")
+        except OutputParserError as error:
+            raise InvalidRequestError(str(error), param="stop_sequences") from None
         if self.metadata is not None and len(self.metadata.user_id or "") > MAX_USER_ID:
             raise _refused("metadata", "a long user_id", f"at most {MAX_USER_ID} characters")
         output = self.output_config or OutputConfig()
@@ -286,7 +288,7 @@ class AnswerBlocks:
             if kind == "thinking":
                 own = {"thinking": text, "signature": self._signature}
             else:
-                own = {"text": text} if kind == "text" else {"input": _arguments(text)}
+                own = {"text": text} if kind == "text" else {"input": msgspec.Raw(text.encode())}
             whole.append({**fields, **own})
         return whole
 
@@ -366,15 +368,6 @@ def _usage(usage: Usage) -> dict[str, Any]:
 def _event(fields: Mapping[str, Any]) -> bytes:
     name = fields["type"].encode()
     return b"event: " + name + b"\ndata: " + msgspec.json.encode(fields) + b"\n\n"
-
-
-def _arguments(text: str) -> msgspec.Raw | dict[str, str]:
-    """Return a call's JSON object as it stands, or under one name what is none (cut off)."""
-    try:
-        msgspec.json.decode(text.encode(), type=dict)
-    except (msgspec.DecodeError, RecursionError):
-        return {"arguments": text}
-    return msgspec.Raw(text.encode())
 
 
 def _chat_messages(

@@ -11,7 +11,6 @@ Source: spec/multimodal-serving.md section D.2.
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -253,7 +252,7 @@ def _text_answer(
         {
             "index": result.index,
             "text": result.text,
-            "logprobs": _text_logprobs(result.logprobs, 0),
+            "logprobs": _text_logprobs(result.logprobs),
             "finish_reason": result.finish_reason,
         }
         for result in results
@@ -270,13 +269,11 @@ async def _text_events(
     first = generations[0]
     head = _head(first.request_id, "text_completion", first.created_s, model)
     num_left = first.num_choices * len(generations)
-    offsets = [0] * num_left
     async with aclosing(_merged(generations)) as events:
         async for event in events:
             text = "".join(delta.text for delta in event.deltas)
             num_left -= event.finish_reason is not None
-            logprobs = _text_logprobs(event.logprobs, offsets[event.index])
-            offsets[event.index] += sum(len(told.token) for told in event.logprobs)
+            logprobs = _text_logprobs(event.logprobs)
             choice = {
                 "index": event.index,
                 "text": text,
@@ -287,18 +284,17 @@ async def _text_events(
     yield DONE
 
 
-def _text_logprobs(told: Sequence[TokenLogprob], offset: int) -> dict[str, Any] | None:
-    """Return the four lists of the older protocol, or None; `offset` is that of the first token."""
+def _text_logprobs(told: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+    """Return the four lists of the older protocol, or None."""
     if not told:
         return None
-    starts = itertools.accumulate((len(each.token) for each in told[:-1]), initial=offset)
     return {
         "tokens": [each.token for each in told],
         "token_logprobs": [_finite(each.logprob) for each in told],
         "top_logprobs": [
             {token: _finite(logprob) for token, _, logprob in each.top} for each in told
         ],
-        "text_offset": list(starts),
+        "text_offset": [each.offset for each in told],
     }
 
 

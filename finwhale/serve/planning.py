@@ -19,7 +19,7 @@ import numpy as np
 from finwhale.config.server import ServerConfig
 from finwhale.serve.errors import InvalidRequestError, ServeError
 from finwhale.telemetry import get_logger
-from finwhale.text.output_parser import MAX_STOPS, OutputParserError
+from finwhale.text.output_parser import OutputParserError, check_stops
 from finwhale.text.prompt import PromptError, encode_prompt, thinking_and_effort
 from finwhale.text.special_tokens import END_THINK, THINK
 from finwhale.text.tokenizer import Tokenizer, TokenizerError
@@ -221,13 +221,6 @@ class Planner:
         if max_tokens is None:
             max_tokens = min(config.default_max_tokens, room)
         return replace(sampling, max_tokens=max_tokens, temperature=temperature, top_p=top_p)
-
-
-def check_stops(stop: Sequence[str]) -> None:
-    """Raise OutputParserError for stop texts that no reader takes."""
-    if len(stop) > MAX_STOPS or not all(stop):
-        want = f"at most {MAX_STOPS} texts, none empty"
-        raise OutputParserError(f"stop: got {str(list(stop))[:80]}, expected {want}")
 
 
 def refusal(error: Exception) -> InvalidRequestError:

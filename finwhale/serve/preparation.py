@@ -111,7 +111,7 @@ class Preparer:
             json_mode=kind in ("json_object", "json_schema") and constraint is None,
             starts_in_calls=bool(plan.must_call),
         )
-        return ChatReader(self.tokenizer, parser, stop)
+        return ChatReader(self.tokenizer, parser)
 
     def _params(self, plan: Plan, constraint: Constraint | None) -> SamplingParams:
         sampling = plan.sampling

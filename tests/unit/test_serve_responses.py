@@ -189,9 +189,8 @@ def joined(events):
         (["why</think>te", "xt", CALL], False),
         (["why", CALL], False),
         (["why</think>", f"{ONE_CALL}{CALL.partition('calls>')[2]}"], False),
-        (["why</think>x", CALL.partition("</")[0]], True),
     ],
-    ids=["text", "cut", "cut-text", "call", "call-in-reasoning", "two-calls", "cut-call"],
+    ids=["text", "cut", "cut-text", "call", "call-in-reasoning", "two-calls"],
 )
 def test_the_events_of_a_stream_are_those_of_deepseeks_writer(parts, is_cut):
     reason = deepseek_recipe.InferenceFinishReason
