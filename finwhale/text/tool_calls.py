@@ -160,6 +160,8 @@ class CallsReader:
             else:
                 before = ""
             call = self._take(tag, "a tag does not end")
+            if self.is_ended:
+                self._keep(before)
         self._run, self._prefix, self._is_in_tag, self._quote = before, prefix, True, ""
         return call
 

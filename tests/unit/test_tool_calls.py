@@ -229,6 +229,16 @@ def test_text_behind_a_block_without_calls_is_content_and_may_hold_a_block_again
     assert (answer[1:], finish) == ([("tool_call", 0, "f"), ("arguments", 0, "{}")], "tool_calls")
 
 
+def test_text_in_a_stray_tag_that_does_not_end_is_kept():
+    answer, _ = reply(f"</{DSML} invoke and so on\n</{DSML} invoke>")
+    lines = [
+        " and so on",
+        "[unreadable tool call: a tag does not end]",
+        "[unreadable tool call: a closing tag stands alone]",
+    ]
+    assert answer == [("content", None, "\n".join(lines))]
+
+
 def test_a_stray_tag_inside_the_reasoning_does_not_end_it():
     answer, _ = reply(f"a{END_P}b{END_THINK}c", thinking=True)
     line = "[unreadable tool call: a closing tag stands alone]"
