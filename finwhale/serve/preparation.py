@@ -72,6 +72,7 @@ class ChatRequest:
     effort           a name of finwhale.text.prompt.EFFORTS, "none" or 1 to 100
     response_format  {"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema"}},
                      {"type": "regex", "regex": ...}; enforced unless tools may be called
+    parallel_tool_calls  whether one answer may hold several calls
     tenant           cached prefixes are shared within it alone
     """
 
@@ -81,6 +82,7 @@ class ChatRequest:
     thinking: bool | None = None
     effort: str | int | None = None
     response_format: Mapping[str, Any] | None = None
+    parallel_tool_calls: bool = True
     sampling: Sampling = Sampling()
     tenant: str = ""
 
@@ -107,12 +109,14 @@ class Prepared:
 
     readers  one for each choice
     echo     prompt ids that are repeated in the answer, without a begin marker that was added
+    notes    what was served otherwise than asked, in words for the client
     """
 
     prompt: list[int]
     params: SamplingParams
     readers: list[ChoiceReader]
     echo: list[int] | None = None
+    notes: tuple[str, ...] = ()
 
 
 class Preparer:

@@ -24,6 +24,7 @@ import json
 import secrets
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from finwhale.config.server import ServerConfig
@@ -32,7 +33,13 @@ from finwhale.serve.cache_figures import cache_figures
 from finwhale.serve.errors import ServeError
 from finwhale.serve.generation import Generation, Usage
 from finwhale.serve.metrics import Gauges, Metrics
-from finwhale.serve.preparation import ChatRequest, CompletionRequest, Prepared, Preparer
+from finwhale.serve.preparation import (
+    ChatRequest,
+    CompletionRequest,
+    Prepared,
+    Preparer,
+    Sampling,
+)
 from finwhale.serve.worker import Message, ServedEngine, Worker
 from finwhale.telemetry import get_logger
 from finwhale.text.tokenizer import Tokenizer
@@ -123,6 +130,12 @@ class Service:
         """Queue a completion and return it once the engine has accepted it."""
         return await self._begin(self.preparer.text, request, request_id or new_id("cmpl-"))
 
+    async def count_tokens(self, request: ChatRequest) -> int:
+        """Return the tokens of a chat's prompt, which may be longer than the context."""
+        # A request for no tokens needs no room behind its prompt.
+        counted = replace(request, sampling=Sampling(max_tokens=0))
+        return len((await asyncio.to_thread(self.preparer.chat, counted)).prompt)
+
     async def _begin(
         self,
         prepare: Callable[[Any], Prepared],
@@ -149,6 +162,7 @@ class Service:
             started_s=started_s,
             echo=prepared.echo,
             on_end=lambda ended, outcome: self._note(ended, endpoint, outcome),
+            notes=prepared.notes,
         )
         self.worker.submit(
             prepared.prompt,

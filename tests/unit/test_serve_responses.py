@@ -10,7 +10,8 @@ import pytest
 
 from finwhale.serve.errors import EngineFailedError, InvalidRequestError, OverloadedError
 from finwhale.serve.generation import ChoiceEvent, Usage
-from finwhale.serve.responses_api import Answer, ResponsesBody
+from finwhale.serve.responses_api import Answer
+from finwhale.serve.responses_body import ResponsesBody
 from finwhale.serve.schema import decode
 from finwhale.text.output_parser import OutputParser
 from tests.scripted_engine import byte_tokenizer
@@ -29,6 +30,7 @@ TOOL = {
     "description": "d",
     "parameters": {"type": "object", "properties": {"x": {"type": "string"}}},
 }
+NAMESPACE = {"type": "namespace", "name": "ns", "description": "of ns", "tools": [TOOL]}
 USER = {"role": "user", "content": "q"}
 OFF = {"reasoning": {"effort": "none"}}
 
@@ -96,7 +98,9 @@ def body_of(**fields):
         },
         {"input": "json", "text": {"format": {"type": "json_object"}}},
         {"input": "hi", "text": {"format": {"type": "text"}}},
-        {"input": "hi", "previous_response_id": "resp_1", "store": True},
+        {"input": "hi", "store": True, "previous_response_id": None},
+        {"input": "hi", "tools": [NAMESPACE]},
+        {"input": [USER, call("1") | {"namespace": "ns"}, output("1")], "tools": [NAMESPACE, TOOL]},
     ],
 )
 def test_a_prompt_is_the_one_that_deepseeks_converter_writes(fields):
@@ -120,10 +124,20 @@ def test_a_lost_item_would_be_seen_by_the_comparison():
         ({"background": True}, "background"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"prompt": {"id": "p"}}, "prompt"),
-        ({"tools": [{"type": "custom", "name": "x"}]}, "tools"),
+        ({"tools": [{"type": "functoin", "name": "x"}]}, "tools"),
+        ({"tools": [{"type": "namespace", "name": "x"}]}, "tools"),
         ({"tools": [{}]}, "tools"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"top_logprobs": 21}, "top_logprobs"),
+        ({"metadata": {str(n): "" for n in range(17)}}, "metadata"),
+        ({"metadata": {"k" * 65: ""}}, "metadata"),
+        ({"metadata": {"k": "v" * 513}}, "metadata"),
+        ({"tool_choice": {"type": "custom", "name": "x"}}, "tool_choice"),
+        ({"input": [USER, {"type": "compaction", "encrypted_content": "x"}]}, "input"),
+        ({"input": [{"type": "web_search_call", "id": "x"}]}, "input"),
+        ({"input": [USER, {"type": "custom_tool_call", "call_id": "1", "name": "x"}]}, "input"),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
-        ({"text": {"format": {"type": "xml"}}}, "text"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
         ({"input": [{"content": "no role"}]}, "input"),
         ({"input": [{"type": "function_call", "name": "f"}]}, "input"),
@@ -154,7 +168,8 @@ def test_a_foreign_value_at_any_place_is_served_or_refused_and_never_an_exceptio
 
 def events_of(parts, reason, **fields):
     body = body_of(input="q", tools=[TOOL], **fields)
-    parser, answer = OutputParser(thinking=True, tools_declared=True), Answer("resp_ID", "M", body)
+    parser = OutputParser(thinking=True, tools_declared=True)
+    answer = Answer("resp_ID", "M", body.options())
     events = list(answer.begin())
     for part in parts:
         events += answer.take(parser.feed(part))
@@ -253,7 +268,7 @@ def test_an_answer_without_text_has_no_items():
 
 
 def test_a_server_that_ends_an_answer_raises_and_a_failure_is_the_last_event():
-    answer = Answer("resp_ID", "M", body_of(input="q"))
+    answer = Answer("resp_ID", "M", body_of(input="q").options())
     list(answer.begin())
     with pytest.raises(OverloadedError):
         list(answer.end(ChoiceEvent(index=0, finish_reason="aborted"), Usage(prompt_tokens=1)))
