@@ -147,7 +147,7 @@ def in_words_of(names: Mapping[str, str], error: ServeError) -> ServeError:
     """Return the error with the field at fault as a protocol calls it.
 
     names  {field of a chat completion: the protocol's name of it}; other fields stay. A place
-           inside a renamed field is left out, since it counts the messages of the chat.
+           `[3]` inside one of `names` is left out, since it counts the messages of the chat.
     """
     told = copy.copy(error)
     if error.param is not None:
@@ -157,10 +157,9 @@ def in_words_of(names: Mapping[str, str], error: ServeError) -> ServeError:
     if leading is not None:
         field, place = leading.groups()
         word = _ROOM_WORDS.get(field, field)
-        if word in names:
-            told.message = f"{names[word]}: {error.message[leading.end() :]}"
-        elif word != field:
-            told.message = f"{word}{place}: {error.message[leading.end() :]}"
+        if word in names and (names[word] != field or place.startswith("[")):
+            place = ""
+        told.message = f"{names.get(word, word)}{place}: {error.message[leading.end() :]}"
     return told
 
 

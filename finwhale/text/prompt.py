@@ -280,7 +280,7 @@ def _without_namespaces(body: dict[str, Any]) -> tuple[dict[str, Any], dict[str,
             *(call for m in body["messages"] for call in m.get("tool_calls") or ()),
             body.get("tool_choice"),
         )
-        if isinstance(holder, Mapping) and isinstance(function := holder.get("function"), Mapping)
+        if isinstance(holder, Mapping) and isinstance(function := holder.get("function"), dict)
     ]
     given = {str(function.get("name")) for function in functions}
     spaced = sorted(name for name in given if _NAMESPACED.fullmatch(name))
@@ -290,13 +290,10 @@ def _without_namespaces(body: dict[str, Any]) -> tuple[dict[str, Any], dict[str,
     stand_ins = dict(zip(spaced, free, strict=False))
 
     def renamed(holder: Any) -> Any:
-        function = holder.get("function") if isinstance(holder, Mapping) else None
-        stand_in = (
-            stand_ins.get(str(function.get("name"))) if isinstance(function, Mapping) else None
-        )
-        if stand_in is None:
+        function: Any = holder.get("function") if isinstance(holder, Mapping) else None
+        if not isinstance(function, dict) or str(function.get("name")) not in stand_ins:
             return holder
-        return {**holder, "function": {**function, "name": stand_in}}
+        return {**holder, "function": {**function, "name": stand_ins[str(function["name"])]}}
 
     messages = [
         {**m, "tool_calls": [renamed(call) for call in m["tool_calls"]]}
