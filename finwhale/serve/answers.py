@@ -71,13 +71,21 @@ class ModelList(_Shape, frozen=True, kw_only=True):
     data: list[Model]
 
 
+class TopLogprob(_Shape, frozen=True, kw_only=True):
+    """A token that might have come, and its log-probability; `bytes` are of its text."""
+
+    token: str
+    logprob: float | None
+    bytes: list[int]
+
+
 class Logprob(_Shape, frozen=True, kw_only=True):
     """A token and its log-probability; `bytes` are of its text."""
 
     token: str
     logprob: float | None
     bytes: list[int]
-    top_logprobs: list[Logprob] | None = None
+    top_logprobs: list[TopLogprob]
 
 
 class ChatLogprobs(_Shape, frozen=True, kw_only=True):

@@ -227,7 +227,7 @@ def description(config: ServerConfig) -> bytes:
         )
     paths: dict[str, dict[str, Any]] = {}
     for each in table:
-        paths.setdefault(each.path, {})[each.method.lower()] = _operation(each)
+        paths.setdefault(each.path, {})[each.method.lower()] = _operation(each, config)
     health = {"200": "requests are served", "503": "they are not"}
     paths["/health"] = {
         "get": {
@@ -255,11 +255,12 @@ def description(config: ServerConfig) -> bytes:
 _REF = "#/components/schemas/{name}"
 
 
-def _operation(endpoint: Endpoint) -> dict[str, Any]:
+def _operation(endpoint: Endpoint, config: ServerConfig) -> dict[str, Any]:
     statuses = _POST_STATUSES if endpoint.body is not None else _GET_STATUSES
     whole = _told("the answer", *endpoint.answers)
     if endpoint.streams:
-        whole["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+        # Without a schema, which would be one for each event.
+        whole["content"]["text/event-stream"] = {}
     whole["headers"] = {
         "x-request-id": {"schema": {"type": "string"}},
         "x-finwhale-note": {
@@ -276,8 +277,9 @@ def _operation(endpoint: Endpoint) -> dict[str, Any]:
         "responses": responses,
     }
     if "{name}" in endpoint.path:
+        names = {"type": "string", "enum": list(config.model_names)}
         operation["parameters"] = [
-            {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+            {"name": "name", "in": "path", "required": True, "schema": names}
         ]
     if endpoint.body is not None:
         ref = {"$ref": _REF.format(name=endpoint.body.__name__)}
