@@ -17,7 +17,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, BinaryIO, Generic, Protocol, Self, TypeVar, cast
+from typing import Any, BinaryIO, Generic, Protocol, TypeVar, cast
 
 from finwhale.serve.errors import OverloadedError, ServeError, TooLargeError
 from finwhale.serve.planning import Plan, Planner
@@ -33,26 +33,26 @@ _NICE = 5
 _PROGRAM = "from finwhale.serve.body_process import main; main()"
 
 
-class Body(Protocol):
+Options = TypeVar("Options", covariant=True)
+
+
+class Body(Protocol[Options]):
     """A decoded body: what `plan_body` needs of it."""
 
     def plans(self, planner: Planner, tenant: str) -> list[Plan]:
         """Return the plan of each prompt; raise InvalidRequestError for a bad value."""
         ...
 
-    def lean(self) -> Self:
-        """Return the body without what only the plans need, such as its messages."""
+    def options(self) -> Options:
+        """Return what an answer needs of the body; small, since it travels between processes."""
         ...
 
 
-AnyBody = TypeVar("AnyBody", bound=Body)
-
-
 @dataclass(frozen=True, slots=True)
-class Asked(Generic[AnyBody]):
+class Asked(Generic[Options]):
     """A body that was read: its options, and a plan for each of its prompts."""
 
-    body: AnyBody
+    options: Options
     plans: list[Plan]
 
     @property
@@ -62,10 +62,13 @@ class Asked(Generic[AnyBody]):
         return plan
 
 
-def plan_body(planner: Planner, raw: bytes, kind: type[AnyBody], tenant: str) -> Asked[AnyBody]:
+def plan_body(
+    planner: Planner, raw: bytes, kind: type[Body[Options]], tenant: str
+) -> Asked[Options]:
     """Return a body decoded and planned; raise ServeError for what could not be served."""
     body = decode(raw, cast("Any", kind))
-    return Asked(body.lean(), body.plans(planner, tenant))
+    plans = body.plans(planner, tenant)
+    return Asked(body.options(), plans)
 
 
 class BodyProcess:
@@ -86,7 +89,7 @@ class BodyProcess:
         with self._lock:
             self._running()
 
-    def plan(self, raw: bytes, kind: type[AnyBody], tenant: str) -> Asked[AnyBody]:
+    def plan(self, raw: bytes, kind: type[Body[Options]], tenant: str) -> Asked[Options]:
         """Return what `plan_body` returns or raise what it raises. Blocks.
 
         Raises TooLargeError for a body that takes too much time or memory, OverloadedError where

@@ -27,7 +27,7 @@ from starlette.types import Receive, Scope, Send
 
 from finwhale.config import ConfigError
 from finwhale.config.server import ServerConfig
-from finwhale.serve.body_process import AnyBody, Asked
+from finwhale.serve.body_process import Asked, Body, Options
 from finwhale.serve.errors import (
     ForbiddenError,
     MediaTypeError,
@@ -111,7 +111,7 @@ class Exchange:
         """The server's settings."""
         return self.service.config
 
-    async def read(self, kind: type[AnyBody]) -> Asked[AnyBody]:
+    async def read(self, kind: type[Body[Options]]) -> Asked[Options]:
         """Return the body decoded and planned; raise ServeError for what could not be served."""
         reader = self.service.reader
         with reader.room() as room:
@@ -241,8 +241,8 @@ class EventStream(Response):
 
     The iterator is closed when the client leaves, at once and not at the next event, so what it
     holds can let go; `on_close` is called in any case, also if it was never begun. A silence of
-    `keep_alive_s` seconds sends a comment. What the iterator raises becomes a last event, the
-    bytes of `error_event`, since the status has been sent.
+    `keep_alive_s` seconds sends `keep_alive`, a comment if not told otherwise. What the iterator
+    raises becomes a last event, the bytes of `error_event`, since the status has been sent.
     """
 
     media_type = "text/event-stream"
@@ -254,13 +254,14 @@ class EventStream(Response):
         keep_alive_s: float,
         on_close: Callable[[], None],
         error_event: Callable[[ServeError], bytes],
+        keep_alive: bytes = KEEP_ALIVE,
     ) -> None:
         """Send what `source` yields."""
         super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no"})
         # Its length is not known.
         del self.headers["content-length"]
         self._source, self._keep_alive_s, self._on_close = source, keep_alive_s, on_close
-        self._error_event = error_event
+        self._error_event, self._keep_alive = error_event, keep_alive
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send until the iterator ends or the client leaves."""
@@ -279,7 +280,7 @@ class EventStream(Response):
                 )
                 is_silent = num_sent == self._num_sent
                 if is_silent and not (sending.done() or left.done()):
-                    await send(_body(KEEP_ALIVE))
+                    await send(_body(self._keep_alive))
             if sending.done():
                 sending.result()
                 await send(_body(b"", is_last=True))

@@ -268,6 +268,7 @@ class Generation:
     request_id  of the engine and of the log
     created_s   Unix time
     usage       grows while events are read, complete after the last one
+    notes       what was served otherwise than asked, in words for the client
     """
 
     def __init__(
@@ -283,6 +284,7 @@ class Generation:
         started_s: float | None = None,
         echo: Sequence[int] | None = None,
         on_end: Callable[[Generation, str], None] | None = None,
+        notes: tuple[str, ...] = (),
     ) -> None:
         """Read `messages`, which a worker's listener fills.
 
@@ -290,7 +292,7 @@ class Generation:
         echo       prompt ids that every choice repeats before its own text
         on_end     called once with how the request ended
         """
-        self.request_id, self.usage = request_id, usage
+        self.request_id, self.usage, self.notes = request_id, usage, notes
         self.created_s = int(time.time())
         self.started_s = time.perf_counter() if started_s is None else started_s
         self.first_token_s: float | None = None

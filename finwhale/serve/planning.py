@@ -69,7 +69,9 @@ class ChatRequest:
     effort           a name of finwhale.text.prompt.EFFORTS, "none" or 1 to 100
     response_format  {"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema"}},
                      {"type": "regex", "regex": ...}; enforced unless tools may be called
+    parallel_tool_calls  whether one answer may hold several calls
     tenant           cached prefixes are shared within it alone
+    notes            what the protocol left out of the body, in words for the client
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -78,8 +80,10 @@ class ChatRequest:
     thinking: bool | None = None
     effort: str | int | None = None
     response_format: Mapping[str, Any] | None = None
+    parallel_tool_calls: bool = True
     sampling: Sampling = Sampling()
     tenant: str = ""
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,9 +112,11 @@ class Plan:
     is_thinking   whether the request thinks
     is_reasoning  whether the prompt ends inside a reasoning
     may_call      whether calls are looked for in the answer
+    max_calls     most calls of the answer, None for any number
     must_call     names of the functions that the answer has to call one of; () leaves it free
     response_format  as asked; enforced unless tools may be called
     echo          how many ids at the prompt's end every choice repeats, 0 for none
+    notes         what is served otherwise than asked, in words for the client
     """
 
     prompt: np.ndarray
@@ -120,9 +126,11 @@ class Plan:
     is_thinking: bool = False
     is_reasoning: bool = False
     may_call: bool = False
+    max_calls: int | None = None
     must_call: tuple[str, ...] = ()
     response_format: Mapping[str, Any] | None = None
     echo: int = 0
+    notes: tuple[str, ...] = ()
 
 
 class Planner:
@@ -173,8 +181,10 @@ class Planner:
             is_thinking=thinking,
             is_reasoning=_ends_in_reasoning(self.tokenizer, prompt),
             may_call=may_call,
+            max_calls=None if request.parallel_tool_calls else 1,
             must_call=tuple(names),
             response_format=request.response_format,
+            notes=request.notes,
         )
 
     def _text(self, request: CompletionRequest) -> Plan:

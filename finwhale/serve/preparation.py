@@ -34,12 +34,14 @@ class Prepared:
 
     readers  one for each choice
     echo     prompt ids that are repeated in the answer, without a begin marker that was added
+    notes    what is served otherwise than asked, in words for the client
     """
 
     prompt: list[int]
     params: SamplingParams
     readers: list[ChoiceReader]
     echo: list[int] | None = None
+    notes: tuple[str, ...] = ()
 
 
 class Preparer:
@@ -86,7 +88,7 @@ class Preparer:
         readers = [self._reader(plan, constraint) for _ in range(params.n)]
         prompt = plan.prompt.tolist()
         echo = prompt[len(prompt) - plan.echo :] if plan.echo else None
-        return Prepared(prompt=prompt, params=params, readers=readers, echo=echo)
+        return Prepared(prompt=prompt, params=params, readers=readers, echo=echo, notes=plan.notes)
 
     def _constraint(self, plan: Plan) -> Constraint | None:
         if plan.must_call:
@@ -110,6 +112,7 @@ class Preparer:
             # A grammar leaves no prose to blank out, and allows values other than { and [.
             json_mode=kind in ("json_object", "json_schema") and constraint is None,
             starts_in_calls=bool(plan.must_call),
+            max_calls=plan.max_calls,
         )
         return ChatReader(self.tokenizer, parser)
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
-from finwhale.serve.body_process import AnyBody, Asked, BodyProcess, plan_body
+from finwhale.serve.body_process import Asked, Body, BodyProcess, Options, plan_body
 from finwhale.serve.errors import OverloadedError
 from finwhale.serve.planning import Planner
 
@@ -54,7 +54,7 @@ class BodyReader:
         finally:
             self._pending_bytes -= room.num_bytes
 
-    async def read(self, raw: bytes, kind: type[AnyBody], tenant: str) -> Asked[AnyBody]:
+    async def read(self, raw: bytes, kind: type[Body[Options]], tenant: str) -> Asked[Options]:
         """Return the body decoded and planned; raise ServeError for what could not be served."""
         if len(raw) <= self._small_body_bytes:
             return await asyncio.to_thread(plan_body, self._planner, raw, kind, tenant)

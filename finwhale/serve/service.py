@@ -163,6 +163,7 @@ class Service:
             started_s=started_s,
             echo=prepared.echo,
             on_end=lambda ended, outcome: self._note(ended, endpoint, outcome),
+            notes=prepared.notes,
         )
         self.worker.submit(
             prepared.prompt,

@@ -66,7 +66,7 @@ def of_messages(batches):
 
 def of_responses(batches, reason):
     """The same of a Responses answer."""
-    answer = Answer("resp_ID", "M", decode(b'{"input": "q"}', ResponsesBody))
+    answer = Answer("resp_ID", "M", decode(b'{"input": "q"}', ResponsesBody).options())
     events = [event for deltas in batches for event in answer.take(deltas)]
     last = ChoiceEvent(index=0, finish_reason=reason)
     events += answer.end(last, Usage(prompt_tokens=1))

@@ -17,12 +17,12 @@ import pytest
 
 from finwhale.config.server import ServerConfig
 from finwhale.serve import errors
-from finwhale.serve.anthropic_api import MessagesBody
 from finwhale.serve.body_process import BodyProcess, plan_body
 from finwhale.serve.errors import OverloadedError, ServeError, TooLargeError
+from finwhale.serve.messages_body import MessagesBody
 from finwhale.serve.planning import Planner
 from finwhale.serve.reading import BodyReader
-from finwhale.serve.responses_api import ResponsesBody
+from finwhale.serve.responses_body import ResponsesBody
 from finwhale.serve.schema import ChatBody, CompletionBody
 from tests.scripted_engine import CONTEXT_TOKENS, USER, WEATHER, byte_tokenizer
 
@@ -74,7 +74,7 @@ def is_alive(pid: int) -> bool:
 def test_plans_of_the_process_equal_those_of_a_thread(planner, process, kind, fields):
     raw = json.dumps(fields).encode()
     here, there = plan_body(planner, raw, kind, "t"), process.plan(raw, kind, "t")
-    assert there.body == here.body
+    assert there.options == here.options
     assert len(there.plans) == len(here.plans)
     for own, other in zip(here.plans, there.plans, strict=True):
         assert own.prompt.tolist() == other.prompt.tolist()
