@@ -110,7 +110,7 @@ def render_prompt(
         "thinking": {"type": "enabled" if thinking else "disabled"},
         **{name: value for name, value in optional.items() if value is not None},
     }
-    segments = _render(body)
+    segments = _render(*_without_namespaces(body))
     if thinking:
         # Markers 0 and 1 are begin-of-sentence and system; the effort line opens the next segment.
         written, wanted = _EFFORT_LINE.format(DEFAULT_EFFORT), _EFFORT_LINE.format(number)
@@ -138,7 +138,8 @@ def render_reply(message: Mapping[str, Any], *, thinking: bool = True) -> list[S
     results = [{"role": "tool", "tool_call_id": call["id"], "content": ""} for call in calls]
     messages = [{"role": "user", "content": ""}, turn_alone, *results]
     # Without thinking the turn begins after the header's own `</think>`, the first in the text.
-    turn = _render({"model": _MODEL, "messages": messages, "thinking": {"type": "disabled"}})
+    body = {"model": _MODEL, "messages": messages, "thinking": {"type": "disabled"}}
+    turn = _render(*_without_namespaces(body))
     begin = turn.index(Segment(END_THINK, True)) + 1
     reply = turn[begin : turn.index(Segment(EOS, True)) + 1]
     if not thinking:
@@ -242,11 +243,13 @@ def _refuse_arguments_that_end_their_markup(message: Mapping[str, Any]) -> None:
                 )
 
 
-def _render(body: dict[str, Any]) -> list[Segment]:
-    """Return the library's rendering of a chat request, cut at the markers it wrote."""
+def _render(body: dict[str, Any], names: Mapping[str, str]) -> list[Segment]:
+    """Return the library's rendering of a chat request, cut at the markers it wrote.
+
+    names  {stand-in: name} of `_without_namespaces`
+    """
     recipe = _recipe()
     markers = recipe.SpecialTokens(image=IMAGE)
-    body, names = _without_namespaces(body)
     try:
         request = recipe.ChatCompletionRequest(body)
         options = recipe.ConversionOptions().with_special_tokens(markers)
