@@ -18,7 +18,10 @@ class ServerConfig:
     """How a server serves.
 
     model_names          names that a request may ask for; the first one is told
-    max_body_bytes       longest body of a request
+    max_connections      open connections; fewer where the process may open fewer files
+    header_timeout_s     time from a connection, or from its last answer, to a whole request header
+    write_timeout_s      time in which a reader takes nothing of what waits for it
+    max_body_bytes       longest body of a request, after its content coding is undone
     body_timeout_s       time for a body to arrive
     max_requests         choices that may be queued or running, of all tenants together
     max_tenant_requests  the same of one tenant
@@ -35,6 +38,9 @@ class ServerConfig:
     """
 
     model_names: tuple[str, ...] = ("finwhale",)
+    max_connections: int = 1024
+    header_timeout_s: float = 10.0
+    write_timeout_s: float = 30.0
     max_body_bytes: int = 8 << 20
     body_timeout_s: float = 30.0
     max_requests: int = 256
@@ -55,6 +61,7 @@ class ServerConfig:
         if not self.model_names or not all(self.model_names):
             raise ConfigError(f"server.model_names: got {self.model_names!r}, expected a name")
         for name in (
+            "max_connections",
             "max_body_bytes",
             "max_requests",
             "max_tenant_requests",
@@ -63,7 +70,13 @@ class ServerConfig:
         ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"server.{name}: got {getattr(self, name)}, expected at least 1")
-        for name in ("body_timeout_s", "request_timeout_s", "keep_alive_s"):
+        for name in (
+            "header_timeout_s",
+            "write_timeout_s",
+            "body_timeout_s",
+            "request_timeout_s",
+            "keep_alive_s",
+        ):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"server.{name}: got {getattr(self, name)}, expected over 0")
         if not self.shutdown_grace_s >= 0:

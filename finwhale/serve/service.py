@@ -92,7 +92,7 @@ class Service:
                     "Blocks that hold rows, cached prefixes among them.",
                     engine.config.num_blocks - free,
                 ),
-                "preemptions": ("Preemptions so far.", scheduler.stats.preemptions),
+                "preemptions_total": ("Preemptions so far.", scheduler.stats.preemptions),
                 **cache_figures(engine),
             }
 
