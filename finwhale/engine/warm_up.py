@@ -8,6 +8,7 @@ compile; the run itself is the list, and a kernel that an engine calls cannot be
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +26,7 @@ from finwhale.model import Backbone, Numerics
 from finwhale.ops import FAST
 from finwhale.telemetry import get_logger
 
-logger = get_logger("engine")
+logger = get_logger("kernels")
 
 
 def compile_kernels() -> int:
@@ -33,7 +34,7 @@ def compile_kernels() -> int:
     if numba_missing() is not None:
         return 0
     began_s = time.perf_counter()
-    with _compilations() as compiled:
+    with _compilations() as compiled, _silent("engine"):
         config = preset("unit")
         c = config.text_config
         compressed = torch.arange(c.vocab_size) % c.engram_compressed_vocab_size
@@ -46,6 +47,18 @@ def compile_kernels() -> int:
     if compiled:
         logger.info("kernels compiled in %.0f s", time.perf_counter() - began_s)
     return len(compiled)
+
+
+@contextmanager
+def _silent(room: str) -> Iterator[None]:
+    """Keep a room's log below warnings back: the small engine's memory plan is nobody's."""
+    own = get_logger(room)
+    before = own.level
+    own.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        own.setLevel(before)
 
 
 @contextmanager
