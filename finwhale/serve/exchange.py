@@ -14,6 +14,7 @@ import asyncio
 import hashlib
 import ipaddress
 import json
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,8 @@ from finwhale.telemetry import get_logger
 logger = get_logger("serve")
 
 KEEP_ALIVE = b": keep-alive\n\n"
+# How long a stream with queued events keeps the event loop for itself.
+_LONGEST_TURN_S = 0.005
 # No standard has a status for a client that left; it is for the log and reaches nobody.
 _CLIENT_LEFT = 499
 _Result = TypeVar("_Result")
@@ -310,9 +313,15 @@ class EventStream(Response):
 
     async def _send_all(self, send: Send) -> None:
         try:
+            seen_s = time.perf_counter()
             async for event in self._source:
                 await send(_body(event))
                 self._num_sent += 1
+                # Neither waits while events are queued and the connection takes them, and they are
+                # many after a reader has stalled: others get their turn between.
+                if time.perf_counter() - seen_s > _LONGEST_TURN_S:
+                    await asyncio.sleep(0)
+                    seen_s = time.perf_counter()
         except ServeError as error:
             await send(_body(self._error_event(error)))
         except Exception:
