@@ -71,7 +71,8 @@ class ApiKeys:
         # Bytes that are no UTF-8 become letters outside ASCII, which no key has.
         text = path.read_text(encoding="utf-8", errors="replace")
         for number, line in enumerate(text.split("\n"), 1):
-            words = line.split()
+            # At blanks of ASCII alone: another one may stand inside a key and must not cut it.
+            words = [word.decode() for word in line.encode().split()]
             if not words or words[0].startswith("#"):
                 continue
             if len(words) > 2 or words[0] in keys:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -99,6 +100,33 @@ def test_silence_sends_comments_and_speech_does_not():
     assert KEEP_ALIVE in run(Source(b"a", 0.12, b"b"))[0].bodies
     steps = [step for _ in range(12) for step in (b"a", 0.01)]
     assert KEEP_ALIVE not in run(Source(*steps))[0].bodies
+
+
+def test_a_stream_with_queued_events_lets_others_run():
+    async def main():
+        connection, num_turns = Connection(), 0
+
+        async def queued():
+            for _ in range(40):
+                # An event that is there already, and the work of making it.
+                time.sleep(0.002)
+                yield b"a"
+
+        async def other():
+            nonlocal num_turns
+            while True:
+                await asyncio.sleep(0)
+                num_turns += 1
+
+        stream = EventStream(queued(), keep_alive_s=9, on_close=bool, error_event=lambda error: b"")
+        beside = asyncio.ensure_future(other())
+        before = num_turns
+        await stream({"type": "http"}, connection.receive, connection.send)
+        beside.cancel()
+        return num_turns - before
+
+    # 80 ms of work in turns of about 5 ms; a few turns come from the start and the end alone.
+    assert asyncio.run(main()) >= 12
 
 
 def test_a_client_that_leaves_closes_a_source_that_waits():
