@@ -42,8 +42,8 @@ class Serve:
     """Serve a checkpoint to clients of the OpenAI and Anthropic protocols, and a chat page at /.
 
     Paths: /v1/chat/completions, /v1/completions, /v1/responses, /v1/models, /anthropic/v1/messages,
-    /readyz, /livez, /metrics. The port opens when requests can be served; the first start compiles
-    kernels before. Stop it with Ctrl-C or SIGTERM; running answers get the grace time.
+    /health, /readyz, /livez, /metrics. The port opens when requests can be served; the first start
+    compiles kernels before. Stop it with Ctrl-C or SIGTERM; running answers get the grace time.
 
     Example: finwhale serve --port 8000
     """
