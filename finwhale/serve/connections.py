@@ -182,6 +182,7 @@ class Connections:
         found = list(self._open)
         return {
             "open_connections": ("Connections that are open.", len(found)),
+            "connection_limit": ("Connections that may be open.", self.limit),
             "responses_in_flight": (
                 "Requests whose answer has not been sent, or not been read by the system yet.",
                 sum(connection.is_answering for connection in found),

@@ -120,7 +120,7 @@ class Exchange:
     async def body(self) -> bytes:
         """Return the whole body, decoded; raise for one that is too long, too slow or no JSON."""
         try:
-            return await read_body(self.request, self.config)
+            return await read_body(self.request, self.config, self.service.body_room)
         except ClientDisconnect:
             raise ClientLeftError from None
 

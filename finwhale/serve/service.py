@@ -28,6 +28,7 @@ from typing import Any
 
 from finwhale.config.server import ServerConfig
 from finwhale.engine.engine import Engine
+from finwhale.serve.bodies import BodyRoom
 from finwhale.serve.cache_figures import cache_figures
 from finwhale.serve.errors import ServeError
 from finwhale.serve.generation import Generation, Usage
@@ -65,6 +66,7 @@ class Service:
             tokenizer, self.config, vocab_size=vocab_size, context_tokens=context_tokens
         )
         self._engine_gauges = gauges
+        self.body_room = BodyRoom(self.config)
         self.metrics = Metrics(self._gauges)
         self.worker = Worker(
             engine,
