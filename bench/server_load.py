@@ -95,21 +95,17 @@ def engine_of(folder: Path, max_sequences: int) -> Engine:
 
 def serve(folder: Path, max_sequences: int, told: Connection) -> None:
     """Serve in this process until it is ended; tell the port, and the processor time on demand."""
-    import socket
-
-    import uvicorn
-
     from finwhale.serve.application import create_application
     from finwhale.serve.service import Service
+    from finwhale.serve.web_server import bind, web_server
 
     torch.set_num_threads(1)
     engine = engine_of(folder, max_sequences)
     config = ServerConfig(model_names=("mini",))
     service = Service.of_engine(engine, Tokenizer.from_file(folder), config)
-    listener = socket.create_server(("127.0.0.1", 0), backlog=256)
-    server = uvicorn.Server(
-        uvicorn.Config(create_application(service), access_log=False, log_level="warning")
-    )
+    listener = bind("127.0.0.1", 0)
+    server = web_server(create_application(service), service)
+    listener.listen()
     told.send(listener.getsockname()[1])
 
     def tell() -> None:

@@ -16,13 +16,13 @@ from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 import openai
-import uvicorn
 
 from finwhale.config.server import ServerConfig
 from finwhale.engine.request import RequestError, RequestOutput, SamplingParams, TokenResult
 from finwhale.serve.application import create_application
 from finwhale.serve.exchange import ApiKeys
 from finwhale.serve.service import Service
+from finwhale.serve.web_server import bind, web_server
 from finwhale.text.prompt import Segment, encode_segment
 from finwhale.text.tokenizer import Tokenizer
 from finwhale.text.train_tokenizer import MIN_VOCAB_SIZE, train_tokenizer
@@ -198,11 +198,9 @@ def running(service: Service, keys: ApiKeys | None = None, **options) -> Iterato
     options  of create_application, such as routes
     """
     application = create_application(service, keys, **options)
-    config = uvicorn.Config(
-        application, host="127.0.0.1", port=0, log_level="warning", timeout_graceful_shutdown=1
-    )
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, daemon=True)
+    listener = bind("127.0.0.1", 0)
+    server = web_server(application, service)
+    thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
     thread.start()
     try:
         deadline = time.monotonic() + 10
@@ -210,8 +208,7 @@ def running(service: Service, keys: ApiKeys | None = None, **options) -> Iterato
             assert thread.is_alive(), "the server did not start"
             assert time.monotonic() < deadline, "the server did not start in time"
             time.sleep(0.005)
-        port = server.servers[0].sockets[0].getsockname()[1]
-        yield f"http://127.0.0.1:{port}"
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
         server.should_exit = True
         thread.join(timeout=10)

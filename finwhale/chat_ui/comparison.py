@@ -29,6 +29,8 @@ from finwhale.serve.preparation import Preparer
 from finwhale.text.prompt import PromptError, encode_segment, render_reply, thinking_and_effort
 
 MAX_TOKENS = 2048
+# Tenant, ids of the prompt, ids of the reply.
+_Compared = tuple[str, list[int], list[int]]
 
 ENGRAM = "engram"
 CANDIDATE_POOL = "candidate_pool"
@@ -67,7 +69,8 @@ class Comparison:
         self._base = model
         self._busy = threading.Lock()
         # The side with everything on, of the conversation asked last: a person tries each switch.
-        self._last: tuple[tuple[list[int], list[int]], tuple[list[float], list[int]]] | None = None
+        # With its tenant, since the time of an answer would tell others what was compared.
+        self._last: tuple[_Compared, tuple[list[float], list[int]]] | None = None
         reason = encoder_only_unsupported(model.config.text_config)
         self.unsupported: dict[str, str] = {} if reason is None else {EXACT_REPLAY: reason}
         if not model.config.text_config.engram_layer_ids:
@@ -101,8 +104,9 @@ class Comparison:
             )
         try:
             started_s = time.perf_counter()
-            if self._last is None or self._last[0] != (prompt, answer):
-                self._last = (prompt, answer), self._side(prompt, answer, ())
+            compared = request.tenant, prompt, answer
+            if self._last is None or self._last[0] != compared:
+                self._last = compared, self._side(prompt, answer, ())
             whole = self._last[1]
             sides = [whole, self._side(prompt, answer, off) if off else whole]
         finally:

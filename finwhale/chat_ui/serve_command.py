@@ -8,10 +8,14 @@ Source: spec/multimodal-serving.md section D.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import ipaddress
 import math
+import signal
 import socket
+import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, cast
@@ -23,6 +27,8 @@ from finwhale.chat_ui.sizes import size_in_bytes
 if TYPE_CHECKING:
     from finwhale.config.server import ServerConfig
     from finwhale.engine.engine import OpenTier
+    from finwhale.serve.exchange import ApiKeys
+    from finwhale.text.tokenizer import Tokenizer
     from finwhale.tiers.disk_store import DiskStore
     from finwhale.tiers.memory_store import MemoryStore
     from finwhale.tiers.tier import Tier
@@ -35,8 +41,9 @@ _LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 class Serve:
     """Serve a checkpoint to clients of the OpenAI and Anthropic protocols, and a chat page at /.
 
-    Paths: /v1/chat/completions, /v1/completions, /v1/responses, /v1/models, /health, /metrics,
-    /anthropic/v1/messages. Stop it with Ctrl-C or SIGTERM; running answers get the grace time.
+    Paths: /v1/chat/completions, /v1/completions, /v1/responses, /v1/models, /anthropic/v1/messages,
+    /health, /readyz, /livez, /metrics. The port opens when requests can be served; the first start
+    compiles kernels before. Stop it with Ctrl-C or SIGTERM; running answers get the grace time.
 
     Example: finwhale serve --port 8000
     """
@@ -50,7 +57,7 @@ class Serve:
     model_name: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
     """Name that clients ask for; by default the folder's. `deepseek-flash` always works too."""
     api_key_file: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Lines `KEY` or `KEY TENANT`. Tenants share no cached prefixes."""
+    """Lines `KEY` or `KEY TENANT`, keys in ASCII. Tenants share no cached prefixes."""
     num_blocks: Annotated[int, tyro.conf.arg(metavar="N")] = 1024
     """Blocks of 64 tokens of the cache."""
     max_sequences: Annotated[int, tyro.conf.arg(metavar="N")] = 16
@@ -71,6 +78,10 @@ class Serve:
     """Time that a prefix's windows stay in memory unused; a hit that finds them replays nothing."""
     max_requests: Annotated[int, tyro.conf.arg(metavar="N")] = 256
     """Choices queued or running; one more is refused."""
+    max_tenant_requests: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """The same of one tenant; with --api-key-file half of --max-requests, otherwise all of them."""
+    max_connections: Annotated[int, tyro.conf.arg(metavar="N")] = 1024
+    """Open connections; fewer where the process may open fewer files (`ulimit -n`)."""
     max_tokens: Annotated[int, tyro.conf.arg(metavar="N")] = 8192
     """New tokens where a request names no limit."""
     request_timeout_s: Annotated[float, tyro.conf.arg(metavar="S")] = 3600.0
@@ -96,20 +107,36 @@ class Serve:
         keys = ApiKeys() if self.api_key_file is None else ApiKeys.from_file(self.api_key_file)
         tokenizer = Tokenizer.from_file(folder)
 
-        import uvicorn
+        from finwhale.serve.web_server import bind
 
+        # Bound before the model is read, so that a taken port is one sentence within a second; and
+        # not listening before requests can be served, so that an open port is an answer.
+        with bind(self.host, self.port) as listener, ended_by_sigterm():
+            return self._serve(listener, folder, tokenizer, config, keys)
+
+    def _serve(
+        self,
+        listener: socket.socket,
+        folder: Path,
+        tokenizer: Tokenizer,
+        config: ServerConfig,
+        keys: ApiKeys,
+    ) -> int:
         from finwhale.chat_ui.comparison import Comparison
         from finwhale.chat_ui.page import page_routes
         from finwhale.checkpoint.load import load_model
         from finwhale.config.accounting import kv_bytes_per_token
         from finwhale.config.engine import EngineConfig
         from finwhale.engine.engine import Engine
+        from finwhale.engine.warm_up import compile_kernels
         from finwhale.model import Numerics
         from finwhale.ops import FAST
         from finwhale.serve.application import create_application
         from finwhale.serve.service import Service
+        from finwhale.serve.web_server import listen, web_server
         from finwhale.telemetry import get_logger
 
+        compile_kernels()
         engine_config = EngineConfig(
             num_blocks=self.num_blocks,
             max_sequences=self.max_sequences,
@@ -144,19 +171,8 @@ class Serve:
             comparison=Comparison(loaded.model, service.preparer),
         )
         application = create_application(service, keys, routes=page)
-        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
-        # Bound here, so that port 0 can be told and a taken port is one sentence.
-        listener = socket.create_server((self.host, self.port), family=family, backlog=2048)
-        server = uvicorn.Server(
-            uvicorn.Config(
-                application,
-                # Requests are logged by the service, with their tokens.
-                access_log=False,
-                log_level="info" if self.debug else "warning",
-                server_header=False,
-                timeout_graceful_shutdown=max(1, round(self.shutdown_grace_s)),
-            )
-        )
+        service.reader.warm_up()
+        server = web_server(application, service, log_level="info" if self.debug else "warning")
         if engine.tier is not None:
             sizes = {"memory": self.memory_cache, "disk": f"{self.cache_size} in {self.cache_dir}"}
             for name, held in engine.tier.figures().items():
@@ -170,8 +186,11 @@ class Serve:
         names = ", ".join(config.model_names)
         host = f"[{self.host}]" if ":" in self.host else self.host
         port = listener.getsockname()[1]
-        get_logger("serve").info("serving %s on http://%s:%d from %s", names, host, port, folder)
         try:
+            listen(listener)
+            get_logger("serve").info(
+                "serving %s on http://%s:%d from %s", names, host, port, folder
+            )
             server.run(sockets=[listener])
         finally:
             # Blocks that still wait for the disk are written before the process goes.
@@ -209,6 +228,12 @@ class Serve:
                 f"--host: got {self.host!r} without --api-key-file, expected a loopback address; "
                 "everyone in the network could ask"
             )
+
+    def _max_tenant_requests(self) -> int:
+        """Return what one tenant may have; without keys all are one."""
+        if self.max_tenant_requests is not None:
+            return self.max_tenant_requests
+        return self.max_requests if self.api_key_file is None else max(1, self.max_requests // 2)
 
     def _longest_segment(self) -> int:
         """Return the bytes of the longest segment in --cache-dir.
@@ -273,13 +298,14 @@ class Serve:
         return ServerConfig(
             model_names=tuple(dict.fromkeys((name, "deepseek-flash"))),
             max_requests=self.max_requests,
-            max_tenant_requests=self.max_requests,
+            max_tenant_requests=self._max_tenant_requests(),
+            max_connections=self.max_connections,
             request_timeout_s=self.request_timeout_s,
             shutdown_grace_s=self.shutdown_grace_s,
             default_max_tokens=self.max_tokens,
             deepseek_normalise=self.deepseek_normalise,
             # Without keys, a browser's page must not reach it under another name either.
-            allowed_hosts=_LOOPBACK_NAMES if self.api_key_file is None else (),
+            allowed_hosts=(*_LOOPBACK_NAMES, self.host) if self.api_key_file is None else (),
             cors_origins=self.cors_origin,
         )
 
@@ -290,7 +316,27 @@ def _segment_bytes(num_bytes: int) -> int:
 
 
 def _is_loopback(host: str) -> bool:
+    """Whether every address of `host` is one of this machine alone."""
     try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return False
+    addresses = [str(info[4][0]).partition("%")[0] for info in found]
+    return all(ipaddress.ip_address(address).is_loopback for address in addresses)
+
+
+@contextlib.contextmanager
+def ended_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM end the process with 0 also while it starts; the server itself takes over."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(*_: object) -> None:
+        raise SystemExit(0)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -18,9 +18,12 @@ class ServerConfig:
     """How a server serves.
 
     model_names          names that a request may ask for; the first one is told
-    max_body_bytes       longest body of a request
+    max_connections      open connections; fewer where the process may open fewer files
+    header_timeout_s     time from a connection, or from its last answer, to a whole request header
+    write_timeout_s      time in which a reader takes nothing of what waits for it
+    max_body_bytes       longest body of a request, after its content coding is undone
+    max_bodies_bytes     bodies that are arriving or being read, of all requests together
     body_timeout_s       time for a body to arrive, and for a large one to be read
-    max_pending_body_bytes  bytes of all bodies that arrive or wait to be read
     max_requests         choices that may be queued or running, of all tenants together
     max_tenant_requests  the same of one tenant
     max_choices          largest `n`, and largest number of prompts times `n`
@@ -36,9 +39,12 @@ class ServerConfig:
     """
 
     model_names: tuple[str, ...] = ("finwhale",)
+    max_connections: int = 1024
+    header_timeout_s: float = 10.0
+    write_timeout_s: float = 30.0
     max_body_bytes: int = 8 << 20
+    max_bodies_bytes: int = 128 << 20
     body_timeout_s: float = 30.0
-    max_pending_body_bytes: int = 256 << 20
     max_requests: int = 256
     max_tenant_requests: int = 128
     max_choices: int = 16
@@ -57,8 +63,9 @@ class ServerConfig:
         if not self.model_names or not all(self.model_names):
             raise ConfigError(f"server.model_names: got {self.model_names!r}, expected a name")
         for name in (
+            "max_connections",
             "max_body_bytes",
-            "max_pending_body_bytes",
+            "max_bodies_bytes",
             "max_requests",
             "max_tenant_requests",
             "max_choices",
@@ -66,9 +73,20 @@ class ServerConfig:
         ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"server.{name}: got {getattr(self, name)}, expected at least 1")
-        for name in ("body_timeout_s", "request_timeout_s", "keep_alive_s"):
+        for name in (
+            "header_timeout_s",
+            "write_timeout_s",
+            "body_timeout_s",
+            "request_timeout_s",
+            "keep_alive_s",
+        ):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"server.{name}: got {getattr(self, name)}, expected over 0")
+        if self.max_bodies_bytes < self.max_body_bytes:
+            raise ConfigError(
+                f"server.max_bodies_bytes: got {self.max_bodies_bytes}, expected at least "
+                f"max_body_bytes, {self.max_body_bytes}: one body must find room"
+            )
         if not self.shutdown_grace_s >= 0:
             raise ConfigError(
                 f"server.shutdown_grace_s: got {self.shutdown_grace_s}, expected 0 or more"

@@ -404,7 +404,7 @@ class Engine:
         ):
             if error is not None:
                 self.scheduler.drop(sequence)
-                self._end(sequence, "error", error=error)
+                self._end(sequence, "error", error=error, is_model_fault=True)
             elif self._guarded(sequence, self._told, sequence, piece.span.start, logits):
                 drawing.append((sequence, logits[-1]))
         self._draw(drawing)

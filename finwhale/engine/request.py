@@ -163,6 +163,7 @@ class RequestOutput:
     new                tokens since the last output of this choice, possibly none
     finish_reason      None while more will come
     error              what went wrong; set exactly if the reason is "error"
+    is_model_fault     the error is one of the model's rows, not of what the request brought along
     prompt_logprobs    one result per prompt token, in one output of the request; otherwise None
     num_cached_tokens  prompt tokens that came from a cache
     """
@@ -172,6 +173,7 @@ class RequestOutput:
     new: tuple[TokenResult, ...] = ()
     finish_reason: FinishReason | None = None
     error: str | None = None
+    is_model_fault: bool = False
     prompt_logprobs: tuple[TokenResult, ...] | None = None
     num_cached_tokens: int = 0
 

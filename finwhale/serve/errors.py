@@ -34,6 +34,7 @@ class ServeError(ValueError):
     param          the field of the body at fault, where one is
     code           a word for programs, such as "context_length_exceeded"
     retry_after_s  when to come back; becomes the header Retry-After
+    more_headers   other headers of the response, such as Accept-Encoding
     """
 
     status = 500
@@ -46,23 +47,30 @@ class ServeError(ValueError):
         param: str | None = None,
         code: str | None = None,
         retry_after_s: int | None = None,
+        more_headers: Mapping[str, str] | None = None,
     ) -> None:
         """Take what the error body says."""
         # A message may quote a value, and values come from outside.
         message = message[:_LONGEST_MESSAGE]
         super().__init__(message)
         self.message, self.param, self.code = message, param, code
-        self.retry_after_s = retry_after_s
+        self.retry_after_s, self._more_headers = retry_after_s, dict(more_headers or {})
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Travel between processes; the defaults of ValueError would lose the keywords."""
-        fields = {"param": self.param, "code": self.code, "retry_after_s": self.retry_after_s}
+        fields = {
+            "param": self.param,
+            "code": self.code,
+            "retry_after_s": self.retry_after_s,
+            "more_headers": self._more_headers,
+        }
         return partial(type(self), **fields), (self.message,)
 
     @property
     def headers(self) -> dict[str, str]:
         """Headers that the status asks for."""
-        return {} if self.retry_after_s is None else {"retry-after": str(self.retry_after_s)}
+        own = {} if self.retry_after_s is None else {"retry-after": str(self.retry_after_s)}
+        return {**own, **self._more_headers}
 
 
 class InvalidRequestError(ServeError):
@@ -100,8 +108,8 @@ class MethodNotAllowedError(ServeError):
     kind = "invalid_request_error"
 
 
-class SlowBodyError(ServeError):
-    """A body that did not arrive in time."""
+class SlowRequestError(ServeError):
+    """A header or a body that did not arrive in time."""
 
     status = 408
     kind = "timeout_error"
@@ -115,7 +123,7 @@ class TooLargeError(ServeError):
 
 
 class MediaTypeError(ServeError):
-    """A body that does not say that it is JSON."""
+    """A body that does not say that it is JSON, or comes in a coding that is not taken."""
 
     status = 415
     kind = "invalid_request_error"

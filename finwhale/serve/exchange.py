@@ -2,9 +2,9 @@
 
 What every protocol shares, so that a protocol's file holds its bodies alone. A handler takes an
 `Exchange` and returns a response; `endpoint` gives it a request id, checks the key and turns what
-it raises into the protocol's error body. It refuses bodies that do not call themselves JSON: a
-page of another origin could send any other kind without asking first. A newcomer's mistake:
-awaiting an answer without `while_connected`; nobody would notice that the client has left.
+it raises into the protocol's error body. It refuses names of the server that it was not told, and
+keys that no header can carry. A newcomer's mistake: awaiting an answer without `while_connected`;
+nobody would notice that the client has left.
 Source: spec/multimodal-serving.md section D.2.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import ipaddress
 import json
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
@@ -27,28 +28,23 @@ from starlette.types import Receive, Scope, Send
 
 from finwhale.config import ConfigError
 from finwhale.config.server import ServerConfig
+from finwhale.serve.bodies import read_body
 from finwhale.serve.body_process import Asked, Body, Options
-from finwhale.serve.errors import (
-    ForbiddenError,
-    MediaTypeError,
-    ServeError,
-    SlowBodyError,
-    TooLargeError,
-    UnauthorizedError,
-    internal_error,
-)
+from finwhale.serve.errors import ForbiddenError, ServeError, UnauthorizedError, internal_error
 from finwhale.serve.generation import Generation
 from finwhale.serve.planning import Plan
-from finwhale.serve.reading import Room
 from finwhale.serve.service import Service, new_id
 from finwhale.telemetry import get_logger
 
 logger = get_logger("serve")
 
 KEEP_ALIVE = b": keep-alive\n\n"
+# How long a stream with queued events keeps the event loop for itself.
+_LONGEST_TURN_S = 0.005
 # No standard has a status for a client that left; it is for the log and reaches nobody.
 _CLIENT_LEFT = 499
 _Result = TypeVar("_Result")
+_KEY_LETTERS = "printable ASCII letters (codes 33 to 126)"
 
 ErrorBody = Callable[[ServeError], Mapping[str, Any]]
 
@@ -61,20 +57,34 @@ class ApiKeys:
     """Keys that may ask, each with its tenant; without keys everybody may, as one tenant."""
 
     def __init__(self, tenant_of_key: Mapping[str, str] | None = None) -> None:
-        """Keep digests alone, which also makes the look-up independent of how much matches."""
+        """Keep digests alone, which also makes the look-up independent of how much matches.
+
+        Raises ConfigError for a key that no header can carry.
+        """
+        for key in tenant_of_key or {}:
+            if not _is_key(key):
+                raise ConfigError(f"api_keys: got a key with other than {_KEY_LETTERS}")
         self._tenants = {_digest(key): name for key, name in (tenant_of_key or {}).items()}
 
     @classmethod
     def from_file(cls, path: Path) -> ApiKeys:
         """Read lines `KEY` or `KEY TENANT`; keys without a tenant are tenants of their own."""
         keys: dict[str, str] = {}
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-            words = line.split()
+        # Bytes that are no UTF-8 become letters outside ASCII, which no key has.
+        text = path.read_text(encoding="utf-8", errors="replace")
+        for number, line in enumerate(text.split("\n"), 1):
+            # At blanks of ASCII alone: another one may stand inside a key and must not cut it.
+            words = [word.decode() for word in line.encode().split()]
             if not words or words[0].startswith("#"):
                 continue
             if len(words) > 2 or words[0] in keys:
                 want = "a new KEY, or KEY TENANT"
-                raise ConfigError(f"api_key_file: line {number}: expected {want}")
+                raise ConfigError(f"api_key_file: {path}, line {number}: expected {want}")
+            if not _is_key(words[0]):
+                raise ConfigError(
+                    f"api_key_file: {path}, line {number}: the key has other than {_KEY_LETTERS}, "
+                    "which clients do not send alike; replace it with a key of those"
+                )
             keys[words[0]] = words[1] if len(words) == 2 else f"key-{_digest(words[0])[:16]}"
         if not keys:
             raise ConfigError(f"api_key_file: {path} has no key; write one a line, or leave it out")
@@ -113,64 +123,62 @@ class Exchange:
 
     async def read(self, kind: type[Body[Options]]) -> Asked[Options]:
         """Return the body decoded and planned; raise ServeError for what could not be served."""
-        reader = self.service.reader
-        with reader.room() as room:
-            raw = await self.body(room)
-            return await self.while_connected(reader.read(raw, kind, self.tenant))
+        with self.service.body_room.part() as take:
+            raw = await self._body(take)
+            return await self.while_connected(self.service.reader.read(raw, kind, self.tenant))
 
     async def begin(self, plan: Plan, *, request_id: str | None = None) -> Generation:
         """Queue what was planned and return it once the engine has accepted it."""
         return await self.service.begin(plan, request_id=request_id, started_s=self.arrived_s)
 
-    async def body(self, room: Room | None = None) -> bytes:
-        """Return the whole body; raise for one that is too long, too slow or not called JSON.
+    async def body(self) -> bytes:
+        """Return the whole body, decoded; raise for one that is too long, too slow or no JSON."""
+        with self.service.body_room.part() as take:
+            return await self._body(take)
 
-        room  counts its bytes among those of all bodies
-        """
-        kind = self.request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":
-            raise MediaTypeError(
-                f"content-type: got {kind[:80]!r}, expected 'application/json'", code="media_type"
-            )
-        limit = self.config.max_body_bytes
-        too_large = TooLargeError(
-            f"body: longer than {limit} bytes; send less", code="body_too_large"
-        )
-        told = self.request.headers.get("content-length", "")
-        if told.isdigit() and int(told[:20]) > limit:
-            raise too_large
-        parts, size = [], 0
+    async def _body(self, take: Callable[[int], None]) -> bytes:
         try:
-            async with asyncio.timeout(self.config.body_timeout_s):
-                async for part in self.request.stream():
-                    size += len(part)
-                    if size > limit:
-                        raise too_large
-                    if room is not None:
-                        room.take(len(part))
-                    parts.append(part)
-        except TimeoutError:
-            want = f"within {self.config.body_timeout_s:g} s"
-            raise SlowBodyError(f"body: expected whole {want}", code="slow_body") from None
+            return await read_body(self.request, self.config, take)
         except ClientDisconnect:
             raise ClientLeftError from None
-        return b"".join(parts)
 
     async def while_connected(self, answer: Coroutine[Any, Any, _Result]) -> _Result:
         """Return what `answer` returns; if the client leaves first, cancel it and raise.
 
-        To be called after `body`, since it listens for the end of the connection.
+        To be called after `body`, since it listens for the end of the connection. A result that
+        comes as the client leaves has no reader: the generations in it are cancelled.
         """
         task = asyncio.ensure_future(answer)
         left = asyncio.ensure_future(_left(self.request.receive))
+        is_taken = False
         try:
             await asyncio.wait({task, left}, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
+            await _stop(left)
+            if not left.cancelled():
                 raise ClientLeftError
+            # Nothing is awaited from here on, so nobody can leave between this and the caller.
+            is_taken = True
             return task.result()
         finally:
-            await _stop(left)
-            await _stop(task)
+            left.cancel()
+            if not is_taken:
+                # Not behind the wait, which a stop of the server may cut short.
+                task.add_done_callback(_discard)
+                await _stop(task)
+
+
+def _discard(ended: asyncio.Future[Any]) -> None:
+    if not ended.cancelled() and ended.exception() is None:
+        cancel_generations(ended.result())
+
+
+def cancel_generations(result: object) -> None:
+    """Cancel every Generation of a result that nobody will read: itself, or in lists and tuples."""
+    if isinstance(result, Generation):
+        result.cancel()
+    elif isinstance(result, (list, tuple)):
+        for part in result:
+            cancel_generations(part)
 
 
 Handler = Callable[[Exchange], Awaitable[Response]]
@@ -183,6 +191,7 @@ def endpoint(
 
     async def answer(request: Request) -> Response:
         request_id = new_id("req-")
+        tenant: str | None = None
         try:
             _check_host(request, service.config)
             tenant = keys.tenant(request)
@@ -191,10 +200,7 @@ def endpoint(
             )
             response = await handler(exchange)
         except ServeError as error:
-            service.metrics.count("refused_total", status=str(error.status))
-            # Not the message, which may quote what a user wrote.
-            note = {"request_id": request_id, "status": error.status, "code": error.code}
-            logger.info("refused %s", json.dumps({**note, "param": error.param}))
+            note_refusal(service, request, error, request_id=request_id, tenant=tenant)
             response = json_response(
                 error_body(error), status_code=error.status, headers=error.headers
             )
@@ -211,6 +217,31 @@ def endpoint(
     return answer
 
 
+def note_refusal(
+    service: Service,
+    request: Request,
+    error: ServeError,
+    *,
+    request_id: str | None = None,
+    tenant: str | None = None,
+) -> None:
+    """Count a refusal and log where it happened; not its message, which may quote a user's text.
+
+    tenant  its name, never a key; None where the request had no valid key
+    """
+    service.metrics.count("refused_total", status=str(error.status))
+    note = {
+        "request_id": request_id,
+        "method": request.method[:20],
+        "path": str(request.scope["path"])[:200],
+        "status": error.status,
+        "code": error.code,
+        "param": error.param,
+        "tenant": tenant,
+    }
+    logger.info("refused %s", json.dumps(note))
+
+
 def _check_host(request: Request, config: ServerConfig) -> None:
     """Refuse a page that made its own name point here, which makes it one origin with us."""
     if not config.allowed_hosts:
@@ -219,9 +250,17 @@ def _check_host(request: Request, config: ServerConfig) -> None:
         name = urlsplit(f"//{request.headers.get('host', '')}").hostname
     except ValueError:
         name = None
-    if name not in config.allowed_hosts:
+    if name is None or _same_host(name) not in map(_same_host, config.allowed_hosts):
         want = f"one of {', '.join(config.allowed_hosts)}"
         raise ForbiddenError(f"host: got {str(name)[:80]!r}, expected {want}", code="host")
+
+
+def _same_host(name: str) -> str:
+    """Return the one spelling of a name, or of an address that has several."""
+    try:
+        return str(ipaddress.ip_address(name))
+    except ValueError:
+        return name.lower()
 
 
 def json_response(
@@ -294,9 +333,15 @@ class EventStream(Response):
 
     async def _send_all(self, send: Send) -> None:
         try:
+            seen_s = time.perf_counter()
             async for event in self._source:
                 await send(_body(event))
                 self._num_sent += 1
+                # Neither waits while events are queued and the connection takes them, and they are
+                # many after a reader has stalled: others get their turn between.
+                if time.perf_counter() - seen_s > _LONGEST_TURN_S:
+                    await asyncio.sleep(0)
+                    seen_s = time.perf_counter()
         except ServeError as error:
             await send(_body(self._error_event(error)))
         except Exception:
@@ -322,6 +367,11 @@ async def _stop(task: asyncio.Future[Any]) -> None:
     if not task.cancelled():
         # Read, so that the loop does not report it as lost.
         task.exception()
+
+
+def _is_key(key: str) -> bool:
+    """Whether every client sends it in a header with the same bytes."""
+    return bool(key) and all("!" <= letter <= "~" for letter in key)
 
 
 def _digest(key: str) -> str:

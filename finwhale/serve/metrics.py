@@ -19,6 +19,7 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 
 _COUNTERS = {
     "requests_total": "Requests that ended, by endpoint and outcome.",
     "refused_total": "Requests refused before the engine, by status.",
+    "connections_ended_total": "Connections that the server ended, by reason.",
     "prompt_tokens_total": "Prompt tokens of requests that ended.",
     "cached_prompt_tokens_total": "Prompt tokens that came from the prefix cache.",
     "generated_tokens_total": "Tokens that the engine drew; the rate is tokens per second.",
@@ -43,14 +44,20 @@ class Metrics:
             a name that ends with _total is a counter that somebody else counts
     """
 
+    _LABELLED = ("requests_total", "refused_total", "connections_ended_total")
+
     def __init__(self, gauges: Callable[[], Gauges] | None = None) -> None:
         """Begin at zero."""
-        self._gauges = gauges
+        self._gauges = [] if gauges is None else [gauges]
         self._lock = threading.Lock()
         self._counts: dict[tuple[str, str], float] = {
-            (name, ""): 0.0 for name in _COUNTERS if name not in ("requests_total", "refused_total")
+            (name, ""): 0.0 for name in _COUNTERS if name not in self._LABELLED
         }
         self._histograms = {name: _Histogram() for name in _HISTOGRAMS}
+
+    def watch(self, gauges: Callable[[], Gauges]) -> None:
+        """Tell what `gauges` returns too; its names must be new."""
+        self._gauges.append(gauges)
 
     def count(self, name: str, amount: float = 1, **labels: str) -> None:
         """Add to a counter of this file's list."""
@@ -73,7 +80,9 @@ class Metrics:
 
     def text(self) -> str:
         """Return the page of `/metrics`."""
-        gauges = self._gauges() if self._gauges is not None else {}
+        gauges: dict[str, tuple[str, float | Mapping[str, float]]] = {}
+        for source in list(self._gauges):
+            gauges |= source()
         with self._lock:
             counts = sorted(self._counts.items())
             histograms = {name: h.lines(f"finwhale_{name}") for name, h in self._histograms.items()}

@@ -10,6 +10,7 @@ finwhale/serve/preparation.py. Source: spec/multimodal-serving.md sections B.2 t
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -146,7 +147,9 @@ class Planner:
     def warm_up(self) -> None:
         """Load what the first plan would load."""
         message = {"role": "user", "content": "a"}
-        self.chat(ChatRequest(messages=[message], thinking=False))
+        # A tokenizer without markers serves completions alone.
+        with contextlib.suppress(ServeError):
+            self.chat(ChatRequest(messages=[message], thinking=False))
 
     def chat(self, request: ChatRequest) -> Plan:
         """Return the plan of a chat; raise InvalidRequestError for what could not be served."""

@@ -28,6 +28,7 @@ from collections.abc import Callable
 
 from finwhale.config.server import ServerConfig
 from finwhale.engine.engine import Engine
+from finwhale.serve.bodies import BodyRoom
 from finwhale.serve.cache_figures import cache_figures
 from finwhale.serve.errors import ServeError
 from finwhale.serve.generation import Generation, Usage
@@ -66,12 +67,9 @@ class Service:
         self.preparer = Preparer(
             tokenizer, self.config, vocab_size=vocab_size, context_tokens=context_tokens
         )
-        self.reader = BodyReader(
-            self.preparer.planner,
-            max_pending_bytes=self.config.max_pending_body_bytes,
-            timeout_s=self.config.body_timeout_s,
-        )
+        self.reader = BodyReader(self.preparer.planner, timeout_s=self.config.body_timeout_s)
         self._engine_gauges = gauges
+        self.body_room = BodyRoom(self.config)
         self.metrics = Metrics(self._gauges)
         self.worker = Worker(
             engine,
@@ -99,7 +97,7 @@ class Service:
                     "Blocks that hold rows, cached prefixes among them.",
                     engine.config.num_blocks - free,
                 ),
-                "preemptions": ("Preemptions so far.", scheduler.stats.preemptions),
+                "preemptions_total": ("Preemptions so far.", scheduler.stats.preemptions),
                 **cache_figures(engine),
             }
 

@@ -29,7 +29,8 @@ from finwhale.telemetry import get_logger
 
 logger = get_logger("serve")
 
-# After so many failed steps in a row the engine is taken for broken, and no request is accepted.
+# After so many failed steps in a row, with no output of a sound request between them, the engine is
+# taken for broken, and no request is accepted.
 MAX_FAILED_STEPS = 3
 _RETRY_AFTER_S = 1
 _MOST_REST_S = 3600.0
@@ -129,15 +130,26 @@ class Worker:
         return self._failed_steps >= MAX_FAILED_STEPS
 
     @property
-    def unavailable(self) -> str | None:
-        """Why no request is accepted; None while the worker serves."""
-        if self._is_closing:
-            return "the server is shutting down"
+    def dead(self) -> str | None:
+        """Why nothing but a restart helps; None while the engine's thread works."""
         if self._is_broken:
             return f"the engine failed {self._failed_steps} times in a row; restart the server"
         if not self._thread.is_alive():
             return "the engine's thread is not running"
         return None
+
+    @property
+    def unavailable(self) -> str | None:
+        """Why no request is accepted; None while the worker serves."""
+        return "the server is shutting down" if self._is_closing else self.dead
+
+    @property
+    def busy(self) -> str | None:
+        """Why a request of one choice would be refused at this moment; None if it would not be."""
+        num = self.num_in_flight
+        is_full = num >= self._max_requests
+        full = f"{num} requests are queued or running, {self._max_requests} may"
+        return self.unavailable or (full if is_full else None)
 
     def submit(
         self,
@@ -270,8 +282,7 @@ class Worker:
             self._failed_steps += 1
             self._fail_all()
             return
-        if outputs:
-            self._failed_steps = 0
+        self._judge(outputs)
         for output in outputs:
             job = self._jobs.get(output.request_id)
             if job is None:
@@ -288,8 +299,20 @@ class Worker:
                 self._release(job, 1)
                 if not job.num_left:
                     del self._jobs[job.request_id]
+        if self._is_broken:
+            self._fail_all()
         if self._on_step is not None:
             self._on_step(time.perf_counter() - start, outputs)
+
+    def _judge(self, outputs: Sequence[RequestOutput]) -> None:
+        """Count a step in which the model's rows were at fault, or see that the engine works."""
+        own = [output for output in outputs if output.request_id in self._jobs]
+        failed = {output.request_id for output in own if output.error is not None}
+        # Ends of requests that were cancelled, by a failed step or a client, say nothing of it.
+        if any(o.request_id not in failed and o.finish_reason != "cancelled" for o in own):
+            self._failed_steps = 0
+        elif any(output.is_model_fault for output in own):
+            self._failed_steps += 1
 
     def _fail_all(self) -> None:
         """End every request: a step that raised belongs to all of them."""

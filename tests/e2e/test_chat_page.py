@@ -192,6 +192,31 @@ def test_a_second_comparison_at_once_is_refused(comparison):
     comparison.run(ChatRequest(messages=ASKED), REPLY, [ENGRAM])
 
 
+def test_what_one_tenant_compared_is_computed_anew_for_another(model, tokenizer, monkeypatch):
+    made, sides = Comparison(model, preparer_of(tokenizer), max_tokens=1300), []
+    side = Comparison._side
+
+    def noted(self, prompt, reply, off):
+        sides.append(tuple(off))
+        return side(self, prompt, reply, off)
+
+    monkeypatch.setattr(Comparison, "_side", noted)
+
+    def passes(tenant, off=()):
+        sides.clear()
+        told = made.run(ChatRequest(messages=ASKED, tenant=tenant), REPLY, off)
+        return list(sides), told["mean_with"]
+
+    first = passes("a")
+    assert first[0] == [()]
+    # The side with everything on is remembered for the one who asked, who tries a switch.
+    assert passes("a", [ENGRAM])[0] == [(ENGRAM,)]
+    assert passes("a")[0] == []
+    for other in ("b", ""):
+        assert passes(other) == first
+        assert passes(other)[0] == []
+
+
 def test_a_refusal_does_not_keep_the_next_one_out(comparison):
     with pytest.raises(InvalidRequestError, match="at most 1300"):
         comparison.run(

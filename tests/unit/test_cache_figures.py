@@ -19,11 +19,14 @@ from finwhale.engine.request import SamplingParams
 from finwhale.model import Numerics
 from finwhale.serve.cache_figures import cache_figures, figures_table, read_figures
 from finwhale.serve.metrics import Metrics
+from finwhale.serve.service import Service
 from finwhale.tiers.chain import TierChain
 from finwhale.tiers.disk_store import DiskStore, DiskStoreConfig
 from finwhale.tiers.memory_store import OVERHEAD_BYTES, MemoryStore
 from tests.fault_disk import FaultDisk
+from tests.metrics_page import check_page
 from tests.models import token_ids, unit_model
+from tests.scripted_engine import byte_tokenizer
 
 MODEL = unit_model(Numerics())
 TEXT = MODEL.config.text_config
@@ -61,6 +64,15 @@ def page(tmp_path_factory):
     blocks = engine.index.num_cached, engine.tier.figures()
     engine.close()
     return text, blocks
+
+
+def test_every_figure_of_a_server_follows_the_conventions(tmp_path):
+    engine = Engine(MODEL, EngineConfig(block_size=BLOCK, num_blocks=16, max_sequences=2))
+    service = Service.of_engine(engine, byte_tokenizer(tmp_path))
+    kinds = check_page(service.metrics.text())
+    assert kinds["finwhale_preemptions_total"] == "counter"
+    assert kinds["finwhale_running_sequences"] == kinds["finwhale_cache_held_bytes"] == "gauge"
+    assert kinds["finwhale_cache_hit_tokens_total"] == "counter"
 
 
 def test_figures_name_the_tier_where_tokens_were_found(page):

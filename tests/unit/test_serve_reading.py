@@ -174,7 +174,7 @@ def test_the_child_ends_with_its_parent(planner, tmp_path):
 
 
 def test_large_bodies_go_to_the_process_and_small_ones_do_not(planner):
-    reader = BodyReader(planner, max_pending_bytes=10**6, timeout_s=60, small_body_bytes=200)
+    reader = BodyReader(planner, timeout_s=60, small_body_bytes=200)
     small = json.dumps({"messages": USER}).encode()
     large = json.dumps({"messages": [{"role": "user", "content": "a" * 300}]}).encode()
 
@@ -185,19 +185,4 @@ def test_large_bodies_go_to_the_process_and_small_ones_do_not(planner):
     assert reader._child._child is None
     assert asyncio.run(read(large)) == plan_body(planner, large, ChatBody, "t").plan.prompt.tolist()
     assert reader._child._child is not None
-    reader.close()
-
-
-def test_bytes_of_all_bodies_have_a_bound_and_are_given_back(planner):
-    reader = BodyReader(planner, max_pending_bytes=10, timeout_s=60)
-    with reader.room() as first:
-        first.take(6)
-        with reader.room() as second:
-            second.take(4)
-            with pytest.raises(OverloadedError, match="10 bytes are being read, 10 may"):
-                second.take(1)
-        with reader.room() as third:
-            third.take(4)
-    with reader.room() as last:
-        last.take(10)
     reader.close()

@@ -5,11 +5,12 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from finwhale.engine.engine import QueueFullError
-from finwhale.engine.request import RequestOutput, SamplingParams
+from finwhale.engine.request import RequestOutput, SamplingParams, TokenResult
 from finwhale.serve.errors import (
     EngineFailedError,
     InvalidRequestError,
@@ -203,6 +204,104 @@ def test_an_engine_that_always_fails_is_given_up_and_says_so(start):
     with pytest.raises(OverloadedError):
         submit(worker)
     assert engine.num_failures == left
+
+
+class Faulty(ScriptedEngine):
+    """Says what a test plans for each step: outputs by request, or an exception."""
+
+    def __init__(self, plan):
+        super().__init__(words(3000))
+        self.plan = list(plan)
+
+    def step(self):
+        super().step()
+        told = self.plan.pop(0) if self.plan else "sound"
+        if told == "raises":
+            raise RuntimeError("a planted failure")
+        said = {
+            "sound": {"new": (TokenResult(token=5),)},
+            "cancelled": {"finish_reason": "cancelled"},
+            "fault": {"finish_reason": "error", "error": "layer 0", "is_model_fault": True},
+            "own": {"finish_reason": "error", "error": "GrammarError: no", "is_model_fault": False},
+            "nothing": None,
+        }[told]
+        names = list(dict.fromkeys(name for name, _ in self._running))
+        if told in ("fault", "own", "cancelled"):
+            self._running.clear()
+        return [] if said is None else [RequestOutput(request_id=name, **said) for name in names]
+
+
+def walk(plan):
+    """Drive a worker by hand, a new request before each step; return failures after each."""
+    worker = Worker(Faulty(plan))
+    worker._thread = SimpleNamespace(is_alive=lambda: True, ident=None)
+    counts = []
+    for number in range(len(plan)):
+        if worker.unavailable is None:
+            submit(worker, str(number))
+        worker._read_inbox(wait=False)
+        worker._step()
+        counts.append(worker._failed_steps)
+    return worker, counts
+
+
+@pytest.mark.parametrize(
+    ("plan", "counts"),
+    [
+        # Ends of requests that a failed step took along do not reset the count.
+        (["raises", "cancelled", "raises", "cancelled", "raises"], [1, 1, 2, 2, 3]),
+        # Every request fails, no step does: weights that make rows without numbers.
+        (["fault", "fault", "fault"], [1, 2, 3]),
+        (["raises", "fault", "raises"], [1, 2, 3]),
+        # A step of a prompt tells nothing yet.
+        (["raises", "nothing", "raises", "nothing", "raises"], [1, 1, 2, 2, 3]),
+        # What a request brought along is not the engine's fault, and no sign of its health.
+        (["own", "own", "own", "own"], [0, 0, 0, 0]),
+        (["raises", "own", "raises", "own", "raises"], [1, 1, 2, 2, 3]),
+        # A token of a request that goes on is.
+        (["raises", "raises", "sound", "raises", "raises"], [1, 2, 0, 1, 2]),
+        (["fault", "fault", "sound", "fault"], [1, 2, 0, 1]),
+    ],
+    ids=lambda value: "-".join(map(str, value)),
+)
+def test_only_an_output_of_a_sound_request_says_that_the_engine_works(plan, counts):
+    worker, found = walk(plan)
+    assert found == counts
+    is_broken = counts[-1] >= MAX_FAILED_STEPS
+    assert (worker.unavailable is not None) == (worker.dead is not None) == is_broken
+    if is_broken:
+        assert "restart" in worker.unavailable
+        # Nobody waits for an engine that has been given up.
+        assert worker.num_in_flight == 0
+
+
+def test_a_request_one_choice_of_which_fails_is_no_sign_of_health():
+    class Half(Faulty):
+        def step(self):
+            outputs = super().step()
+            return [*outputs, RequestOutput(request_id="0", index=1, new=(TokenResult(token=5),))]
+
+    worker = Worker(Half(["fault"]))
+    worker._thread = SimpleNamespace(is_alive=lambda: True, ident=None)
+    submit(worker, "0", params=SamplingParams(max_new_tokens=9, stop_ids=(STOP,), n=2))
+    worker._read_inbox(wait=False)
+    worker._step()
+    assert worker._failed_steps == 1
+
+
+def test_a_full_queue_is_busy_and_neither_dead_nor_unavailable(start):
+    worker = start(ScriptedEngine(words(2000), step_s=0.005), max_requests=2)
+    assert (worker.busy, worker.dead, worker.unavailable) == (None, None, None)
+    two = SamplingParams(max_new_tokens=3000, stop_ids=(STOP,), n=2)
+    listener = submit(worker, params=two)
+    assert worker.busy == "2 requests are queued or running, 2 may"
+    assert (worker.dead, worker.unavailable) == (None, None)
+    worker.cancel("a")
+    listener.rest()
+    listener.rest()
+    assert worker.busy is None
+    worker.close()
+    assert "shutting down" in worker.busy
 
 
 def test_a_listener_that_raises_costs_the_others_nothing(start):
