@@ -90,21 +90,16 @@ def test_damage_between_two_servers_is_told_by_verify_and_changes_no_reply(folde
 
 
 @pytest.mark.slow
-def test_a_device_without_room_costs_the_cache_and_nothing_else(folder, tmp_path, monkeypatch):
+def test_a_device_without_room_costs_the_cache_and_nothing_else(folder, tmp_path):
     """The limit on a file's size stands for a full device: no segment can be made."""
-    real = subprocess.Popen
 
-    def limited(*args, **options):
-        def limit() -> None:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 18, 1 << 18))
-
-        return real(*args, preexec_fn=limit, **options)
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 18, 1 << 18))
 
     with serving(folder, tmp_path / "other") as (_, client):
         right, _ = ask(client)
-    monkeypatch.setattr(subprocess, "Popen", limited)
     for _ in range(2):
-        with serving(folder, tmp_path / "cache") as (process, client):
+        with serving(folder, tmp_path / "cache", before=limit) as (process, client):
             found, cached = ask(client)
             assert found == right
             assert cached == 0
