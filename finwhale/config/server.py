@@ -19,7 +19,8 @@ class ServerConfig:
 
     model_names          names that a request may ask for; the first one is told
     max_body_bytes       longest body of a request
-    body_timeout_s       time for a body to arrive
+    body_timeout_s       time for a body to arrive, and for a large one to be read
+    max_pending_body_bytes  bytes of all bodies that arrive or wait to be read
     max_requests         choices that may be queued or running, of all tenants together
     max_tenant_requests  the same of one tenant
     max_choices          largest `n`, and largest number of prompts times `n`
@@ -37,6 +38,7 @@ class ServerConfig:
     model_names: tuple[str, ...] = ("finwhale",)
     max_body_bytes: int = 8 << 20
     body_timeout_s: float = 30.0
+    max_pending_body_bytes: int = 256 << 20
     max_requests: int = 256
     max_tenant_requests: int = 128
     max_choices: int = 16
@@ -56,6 +58,7 @@ class ServerConfig:
             raise ConfigError(f"server.model_names: got {self.model_names!r}, expected a name")
         for name in (
             "max_body_bytes",
+            "max_pending_body_bytes",
             "max_requests",
             "max_tenant_requests",
             "max_choices",

@@ -30,8 +30,7 @@ from finwhale.serve.generation import ChoiceEvent, Generation, Usage
 from finwhale.serve.messages_body import CountTokensBody, MessagesBody
 from finwhale.serve.notes import note_headers
 from finwhale.serve.openai_api import models, one_model, served_model
-from finwhale.serve.preparation import MAX_NEW_TOKENS
-from finwhale.serve.schema import decode
+from finwhale.serve.planning import MAX_NEW_TOKENS
 from finwhale.serve.service import new_id
 from finwhale.text.output_parser import Delta
 
@@ -50,11 +49,11 @@ _PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 
 async def messages(exchange: Exchange) -> Response:
     """Answer POST /anthropic/v1/messages."""
-    body = decode(await exchange.body(), MessagesBody)
+    asked = await exchange.read(MessagesBody)
+    body = asked.body
     model = claude_model(body.model, exchange.config)
-    request = body.request(exchange.tenant)
     message_id = new_id("msg_")
-    begun = exchange.service.chat(request, request_id=message_id)
+    begun = exchange.begin(asked.plan, request_id=message_id)
     if body.stream:
         generation = await exchange.while_connected(begun)
         keep_alive_s = exchange.config.keep_alive_s
@@ -85,18 +84,15 @@ async def messages(exchange: Exchange) -> Response:
         response = json_response(whole)
     # The name that Anthropic's clients show.
     response.headers["request-id"] = exchange.request_id
-    notes = (*body.notes, *generation.notes)
-    response.headers.update(note_headers(notes, exchange.request_id))
+    response.headers.update(note_headers(generation.notes, exchange.request_id))
     return response
 
 
 async def count_tokens(exchange: Exchange) -> Response:
     """Answer POST /v1/messages/count_tokens: the tokens of the prompt, without an answer."""
-    body = decode(await exchange.body(), CountTokensBody)
-    claude_model(body.model, exchange.config)
-    request = body.request(exchange.tenant)
-    count = await exchange.while_connected(exchange.service.count_tokens(request))
-    return json_response({"input_tokens": count})
+    asked = await exchange.read(CountTokensBody)
+    claude_model(asked.body.model, exchange.config)
+    return json_response({"input_tokens": len(asked.plan.prompt)})
 
 
 async def claude_models(exchange: Exchange) -> Response:
@@ -233,7 +229,7 @@ class AnswerBlocks:
             if kind == "thinking":
                 own = {"thinking": text, "signature": self._signature}
             else:
-                own = {"text": text} if kind == "text" else {"input": _arguments(text)}
+                own = {"text": text} if kind == "text" else {"input": msgspec.Raw(text.encode())}
             whole.append({**fields, **own})
         return whole
 
@@ -327,12 +323,3 @@ def _usage(usage: Usage) -> dict[str, Any]:
 def _event(fields: Mapping[str, Any]) -> bytes:
     name = fields["type"].encode()
     return b"event: " + name + b"\ndata: " + msgspec.json.encode(fields) + b"\n\n"
-
-
-def _arguments(text: str) -> msgspec.Raw | dict[str, str]:
-    """Return a call's JSON object as it stands, or under one name what is none (cut off)."""
-    try:
-        msgspec.json.decode(text.encode(), type=dict)
-    except (msgspec.DecodeError, RecursionError):
-        return {"arguments": text}
-    return msgspec.Raw(text.encode())

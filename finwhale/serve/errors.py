@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 _LONGEST_MESSAGE = 1000
@@ -52,6 +53,11 @@ class ServeError(ValueError):
         super().__init__(message)
         self.message, self.param, self.code = message, param, code
         self.retry_after_s = retry_after_s
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Travel between processes; the defaults of ValueError would lose the keywords."""
+        fields = {"param": self.param, "code": self.code, "retry_after_s": self.retry_after_s}
+        return partial(type(self), **fields), (self.message,)
 
     @property
     def headers(self) -> dict[str, str]:

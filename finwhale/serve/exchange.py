@@ -13,8 +13,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -26,6 +27,7 @@ from starlette.types import Receive, Scope, Send
 
 from finwhale.config import ConfigError
 from finwhale.config.server import ServerConfig
+from finwhale.serve.body_process import AnyBody, Asked
 from finwhale.serve.errors import (
     ForbiddenError,
     MediaTypeError,
@@ -35,6 +37,9 @@ from finwhale.serve.errors import (
     UnauthorizedError,
     internal_error,
 )
+from finwhale.serve.generation import Generation
+from finwhale.serve.planning import Plan
+from finwhale.serve.reading import Room
 from finwhale.serve.service import Service, new_id
 from finwhale.telemetry import get_logger
 
@@ -98,14 +103,30 @@ class Exchange:
     request_id: str
     tenant: str
     service: Service
+    # Of time.perf_counter; the time limit of an answer counts from it.
+    arrived_s: float = field(default_factory=time.perf_counter)
 
     @property
     def config(self) -> ServerConfig:
         """The server's settings."""
         return self.service.config
 
-    async def body(self) -> bytes:
-        """Return the whole body; raise for one that is too long, too slow or not called JSON."""
+    async def read(self, kind: type[AnyBody]) -> Asked[AnyBody]:
+        """Return the body decoded and planned; raise ServeError for what could not be served."""
+        reader = self.service.reader
+        with reader.room() as room:
+            raw = await self.body(room)
+            return await self.while_connected(reader.read(raw, kind, self.tenant))
+
+    async def begin(self, plan: Plan, *, request_id: str | None = None) -> Generation:
+        """Queue what was planned and return it once the engine has accepted it."""
+        return await self.service.begin(plan, request_id=request_id, started_s=self.arrived_s)
+
+    async def body(self, room: Room | None = None) -> bytes:
+        """Return the whole body; raise for one that is too long, too slow or not called JSON.
+
+        room  counts its bytes among those of all bodies
+        """
         kind = self.request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise MediaTypeError(
@@ -125,6 +146,8 @@ class Exchange:
                     size += len(part)
                     if size > limit:
                         raise too_large
+                    if room is not None:
+                        room.take(len(part))
                     parts.append(part)
         except TimeoutError:
             want = f"within {self.config.body_timeout_s:g} s"

@@ -13,15 +13,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import msgspec
 
 from finwhale.serve.errors import InvalidRequestError
 from finwhale.serve.notes import left_out
-from finwhale.serve.preparation import MAX_NEW_TOKENS, ChatRequest, Sampling
+from finwhale.serve.planning import MAX_NEW_TOKENS, ChatRequest, Plan, Planner, Sampling
 from finwhale.serve.schema import MAX_USER_ID
-from finwhale.text.output_parser import MAX_STOPS
+from finwhale.text.output_parser import OutputParserError, check_stops
 
 ERROR_MARK = "Error: "
 
@@ -163,6 +163,19 @@ class _Conversation(msgspec.Struct, frozen=True, kw_only=True):
         foreign = [tool for tool in self.tools or () if not _is_own(tool)]
         return left_out("tools", [tool.type or "" for tool in foreign])
 
+    def plans(self, planner: Planner, tenant: str) -> list[Plan]:
+        """Return the one plan of this body; raise InvalidRequestError for a bad value."""
+        return [planner.chat(self.request(tenant))]
+
+    def lean(self) -> Self:
+        """Return the body without its conversation."""
+        return msgspec.structs.replace(self, messages=[], system=None, tools=None)
+
+    def request(self, tenant: str) -> ChatRequest:
+        """Return what the service is asked for; raise InvalidRequestError for a bad value."""
+        # For no tokens, which need no room behind the prompt.
+        return self._request(tenant, Sampling(max_tokens=0))
+
     def _request(self, tenant: str, sampling: Sampling) -> ChatRequest:
         output = self.output_config or OutputConfig()
         choice = self.tool_choice
@@ -176,6 +189,7 @@ class _Conversation(msgspec.Struct, frozen=True, kw_only=True):
             parallel_tool_calls=choice is None or not choice.disable_parallel_tool_use,
             sampling=sampling,
             tenant=tenant,
+            notes=self.notes,
         )
 
 
@@ -197,8 +211,10 @@ class MessagesBody(_Conversation, frozen=True, kw_only=True):
         if self.temperature is not None and not 0 <= self.temperature <= 2:
             raise _refused("temperature", self.temperature, "0 to 2")
         stop = tuple(self.stop_sequences or ())
-        if len(stop) > MAX_STOPS or not all(stop):
-            raise _refused("stop_sequences", stop, f"at most {MAX_STOPS} texts, none empty")
+        try:
+            check_stops(stop, "stop_sequences")
+        except OutputParserError as error:
+            raise InvalidRequestError(str(error), param="stop_sequences") from None
         if self.metadata is not None and len(self.metadata.user_id or "") > MAX_USER_ID:
             raise _refused("metadata", "a long user_id", f"at most {MAX_USER_ID} characters")
         sampling = Sampling(
@@ -213,10 +229,6 @@ class MessagesBody(_Conversation, frozen=True, kw_only=True):
 
 class CountTokensBody(_Conversation, frozen=True, kw_only=True):
     """Body of POST /v1/messages/count_tokens."""
-
-    def request(self, tenant: str) -> ChatRequest:
-        """Return the request whose prompt is counted; raise InvalidRequestError for a bad value."""
-        return self._request(tenant, Sampling())
 
 
 def _chat_messages(

@@ -12,7 +12,6 @@ Source: spec/multimodal-serving.md section D.2.
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -31,26 +30,26 @@ from finwhale.serve.errors import (
 from finwhale.serve.exchange import EventStream, Exchange, json_response
 from finwhale.serve.generation import ChoiceEvent, ChoiceResult, Generation, TokenLogprob, Usage
 from finwhale.serve.notes import note_headers
-from finwhale.serve.schema import ChatBody, CompletionBody, decode
+from finwhale.serve.planning import Plan
+from finwhale.serve.schema import ChatBody, CompletionBody
 from finwhale.text.output_parser import Delta
-from finwhale.text.prompt import thinking_and_effort
 
 DONE = b"data: [DONE]\n\n"
 
 
 async def chat_completions(exchange: Exchange) -> Response:
     """Answer POST /v1/chat/completions."""
-    body = decode(await exchange.body(), ChatBody)
+    asked = await exchange.read(ChatBody)
+    body, plan = asked.body, asked.plan
     model = served_model(body.model, exchange.config)
-    request = body.request(exchange.tenant)
     if not body.stream:
-        generation, results = await exchange.while_connected(_collected(exchange, request))
-        answer = _chat_answer(generation, results, model, is_thinking=_thinks(request))
+        generation, results = await exchange.while_connected(_collected(exchange, plan))
+        answer = _chat_answer(generation, results, model, is_thinking=plan.is_thinking)
         response = json_response(answer)
     else:
-        generation = await exchange.while_connected(exchange.service.chat(request))
+        generation = await exchange.while_connected(exchange.begin(plan))
         events = _chat_events(
-            generation, model, is_thinking=_thinks(request), wants_usage=body.wants_usage
+            generation, model, is_thinking=plan.is_thinking, wants_usage=body.wants_usage
         )
         response = EventStream(
             events,
@@ -58,22 +57,21 @@ async def chat_completions(exchange: Exchange) -> Response:
             on_close=generation.cancel,
             error_event=_last_error,
         )
-    notes = (*body.notes, *generation.notes)
-    response.headers.update(note_headers(notes, exchange.request_id))
+    response.headers.update(note_headers(generation.notes, exchange.request_id))
     return response
 
 
 async def completions(exchange: Exchange) -> Response:
     """Answer POST /v1/completions."""
-    body = decode(await exchange.body(), CompletionBody)
+    asked = await exchange.read(CompletionBody)
+    body = asked.body
     model = served_model(body.model, exchange.config)
-    requests = body.requests(exchange.tenant, max_choices=exchange.config.max_choices)
 
     async def begun() -> list[Generation]:
         generations: list[Generation] = []
         try:
-            for request in requests:
-                generations.append(await exchange.service.complete(request))
+            for plan in asked.plans:
+                generations.append(await exchange.begin(plan))
         except BaseException:
             # A body is served as a whole or not at all.
             for generation in generations:
@@ -170,13 +168,9 @@ def usage_body(usage: Usage) -> dict[str, Any]:
     }
 
 
-async def _collected(exchange: Exchange, request: Any) -> tuple[Generation, list[ChoiceResult]]:
-    generation = await exchange.service.chat(request)
+async def _collected(exchange: Exchange, plan: Plan) -> tuple[Generation, list[ChoiceResult]]:
+    generation = await exchange.begin(plan)
     return generation, await generation.collect()
-
-
-def _thinks(request: Any) -> bool:
-    return thinking_and_effort(request.thinking, request.effort)[0]
 
 
 def _chat_answer(
@@ -293,7 +287,7 @@ def _text_answer(
         {
             "index": result.index,
             "text": result.text,
-            "logprobs": _text_logprobs(result.logprobs, 0),
+            "logprobs": _text_logprobs(result.logprobs),
             "finish_reason": result.finish_reason,
         }
         for result in results
@@ -310,13 +304,11 @@ async def _text_events(
     first = generations[0]
     head = _head(first.request_id, "text_completion", first.created_s, model)
     num_left = first.num_choices * len(generations)
-    offsets = [0] * num_left
     async with aclosing(_merged(generations)) as events:
         async for event in events:
             text = "".join(delta.text for delta in event.deltas)
             num_left -= event.finish_reason is not None
-            logprobs = _text_logprobs(event.logprobs, offsets[event.index])
-            offsets[event.index] += sum(len(told.token) for told in event.logprobs)
+            logprobs = _text_logprobs(event.logprobs)
             choice = {
                 "index": event.index,
                 "text": text,
@@ -329,18 +321,17 @@ async def _text_events(
     yield DONE
 
 
-def _text_logprobs(told: Sequence[TokenLogprob], offset: int) -> dict[str, Any] | None:
-    """Return the four lists of the older protocol, or None; `offset` is that of the first token."""
+def _text_logprobs(told: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+    """Return the four lists of the older protocol, or None."""
     if not told:
         return None
-    starts = itertools.accumulate((len(each.token) for each in told[:-1]), initial=offset)
     return {
         "tokens": [each.token for each in told],
         "token_logprobs": [_finite(each.logprob) for each in told],
         "top_logprobs": [
             {token: _finite(logprob) for token, _, logprob in each.top} for each in told
         ],
-        "text_offset": list(starts),
+        "text_offset": [each.offset for each in told],
     }
 
 

@@ -13,7 +13,7 @@ import base64
 import time
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 from starlette.responses import Response
@@ -24,7 +24,6 @@ from finwhale.serve.generation import ChoiceEvent, Generation, TokenLogprob, Usa
 from finwhale.serve.notes import note_headers
 from finwhale.serve.openai_api import logprob_body, served_model
 from finwhale.serve.responses_body import InputTokensBody, ResponsesBody, ResponsesOptions
-from finwhale.serve.schema import decode
 from finwhale.serve.service import new_id
 from finwhale.text.output_parser import Delta
 
@@ -39,13 +38,13 @@ _WORDS = {
 
 async def responses(exchange: Exchange) -> Response:
     """Answer POST /v1/responses."""
-    body = decode(await exchange.body(), ResponsesBody)
-    model = served_model(body.model, exchange.config)
-    request, options = body.request(exchange.tenant), body.options()
+    asked = await exchange.read(ResponsesBody)
+    options = cast("ResponsesOptions", asked.body)
+    model = served_model(options.model, exchange.config)
     response_id = new_id("resp_")
     answer = Answer(response_id, model, options)
-    begun = exchange.service.chat(request, request_id=response_id)
-    if body.stream:
+    begun = exchange.begin(asked.plan, request_id=response_id)
+    if options.stream:
         generation = await exchange.while_connected(begun)
         response: Response = EventStream(
             _events(generation, answer),
@@ -63,17 +62,15 @@ async def responses(exchange: Exchange) -> Response:
 
         generation = await exchange.while_connected(collected())
         response = json_response(answer.response())
-    notes = (*options.notes, *generation.notes)
-    response.headers.update(note_headers(notes, exchange.request_id))
+    response.headers.update(note_headers(generation.notes, exchange.request_id))
     return response
 
 
 async def input_tokens(exchange: Exchange) -> Response:
     """Answer POST /v1/responses/input_tokens: the tokens of the prompt, without an answer."""
-    body = decode(await exchange.body(), InputTokensBody)
-    served_model(body.model, exchange.config)
-    request = body.request(exchange.tenant)
-    count = await exchange.while_connected(exchange.service.count_tokens(request))
+    asked = await exchange.read(InputTokensBody)
+    served_model(asked.body.model, exchange.config)
+    count = len(asked.plan.prompt)
     return json_response({"object": "response.input_tokens", "input_tokens": count})
 
 

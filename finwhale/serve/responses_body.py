@@ -15,13 +15,14 @@ import base64
 import binascii
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import msgspec
 
 from finwhale.serve.errors import InvalidRequestError
 from finwhale.serve.notes import left_out
-from finwhale.serve.preparation import MAX_NEW_TOKENS, ChatRequest, Sampling
+from finwhale.serve.planning import MAX_NEW_TOKENS, ChatRequest, Plan, Planner, Sampling
 from finwhale.serve.schema import MAX_USER_ID, check_metadata
 
 MAX_TOP_LOGPROBS = 20
@@ -109,20 +110,22 @@ class TextOptions(msgspec.Struct, frozen=True):
 class ResponsesOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What an answer needs of its body.
 
+    model            as the body names it
+    stream           whether events are wanted
     echo             fields that the response object repeats, bounded
     namespaces       {name for the model: (namespace, name of the client)}
     has_summary      the reasoning is told as a summary
     has_logprobs     the text carries log-probabilities
     has_encoded      reasoning items carry their text a second time, encoded
-    notes            what was left out, in words for the client
     """
 
+    model: str | None
+    stream: bool
     echo: dict[str, Any]
     namespaces: dict[str, tuple[str, str]]
     has_summary: bool
     has_logprobs: bool
     has_encoded: bool
-    notes: tuple[str, ...]
 
 
 class ResponsesBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -150,12 +153,22 @@ class ResponsesBody(msgspec.Struct, frozen=True, kw_only=True):
     conversation: Any = None
     prompt: Any = None
 
+    def plans(self, planner: Planner, tenant: str) -> list[Plan]:
+        """Return the one plan of this body; raise InvalidRequestError for a bad value."""
+        return [planner.chat(self.request(tenant))]
+
+    def lean(self) -> Any:
+        """Return the ResponsesOptions, which are all that an answer needs of this body."""
+        return self.options()
+
     def request(self, tenant: str) -> ChatRequest:
         """Return what the service is asked for; raise InvalidRequestError for a bad value."""
         self._check()
         told = [] if not self.instructions else [{"role": "system", "content": self.instructions}]
         tools = _Tools(self._declared())
         choice = _chat_tool_choice(self.tool_choice, tools)
+        given = self.input if isinstance(self.input, list) else []
+        foreign = [item.type for item in given if item.type in _FOREIGN_ITEMS]
         return ChatRequest(
             messages=[*told, *_chat_messages(self.input)],
             tools=tools.functions or None,
@@ -171,22 +184,22 @@ class ResponsesBody(msgspec.Struct, frozen=True, kw_only=True):
                 top_logprobs=self.top_logprobs or 0,
             ),
             tenant=tenant,
+            notes=(*left_out("tools", tools.foreign), *left_out("input items", foreign)),
         )
 
     def options(self) -> ResponsesOptions:
-        """Return what an answer needs of this body, which `request` has accepted."""
+        """Return what an answer needs of this body; raise as `request` does for wrong tools."""
         tools = _Tools(self._declared())
-        given = self.input if isinstance(self.input, list) else []
-        foreign = [item.type for item in given if item.type in _FOREIGN_ITEMS]
         wanted = self.reasoning or Reasoning()
         summary = wanted.summary or wanted.generate_summary
         return ResponsesOptions(
+            model=self.model,
+            stream=bool(self.stream),
             echo=self._echo(summary),
             namespaces=tools.namespaces,
             has_summary=summary not in (None, "none"),
             has_logprobs=self._has_logprobs,
             has_encoded=_ENCODED_REASONING in (self.include or ()),
-            notes=(*left_out("tools", tools.foreign), *left_out("input items", foreign)),
         )
 
     @property
@@ -244,6 +257,11 @@ class InputTokensBody(ResponsesBody, frozen=True, kw_only=True):
     """Body of POST /v1/responses/input_tokens: what a response would be asked for."""
 
     input: str | list[Item] = ""
+
+    def request(self, tenant: str) -> ChatRequest:
+        """Return the request whose prompt is counted; raise InvalidRequestError for a bad value."""
+        # For no tokens, which need no room behind the prompt.
+        return replace(super().request(tenant), sampling=Sampling(max_tokens=0))
 
 
 class _Tools:

@@ -4,8 +4,7 @@ One struct for each endpoint; a null is a field left out, unknown fields are ign
 type is refused with its path. It owns ranges that are the protocol's own (those of sampling are
 the engine's, finwhale/engine/request.py), and the forms of messages that agents send beside the
 ones the prompt encoder knows: the role `developer`, parts of other protocols, refusals. It refuses
-images and parts of unknown kinds by their name. A newcomer's mistake: `presence_penalty` and
-`frequency_penalty` are checked and then have no effect, as in the hosted service.
+images and parts of unknown kinds by their name.
 Source: spec/multimodal-serving.md sections B.3 and D.2.
 """
 
@@ -19,7 +18,14 @@ import msgspec
 
 from finwhale.serve.errors import InvalidRequestError
 from finwhale.serve.notes import left_out
-from finwhale.serve.preparation import MAX_NEW_TOKENS, ChatRequest, CompletionRequest, Sampling
+from finwhale.serve.planning import (
+    MAX_NEW_TOKENS,
+    ChatRequest,
+    CompletionRequest,
+    Plan,
+    Planner,
+    Sampling,
+)
 
 MAX_USER_ID = 512
 # Limits of OpenAI's `metadata`.
@@ -90,6 +96,15 @@ class ChatBody(_Sampled, frozen=True, kw_only=True):
         foreign = [tool for tool in self.tools or () if tool.get("type") == "custom"]
         return left_out("tools", [_custom_name(tool) for tool in foreign])
 
+    def plans(self, planner: Planner, tenant: str) -> list[Plan]:
+        """Return the one plan of this body; raise InvalidRequestError for a bad value."""
+        return [planner.chat(self.request(tenant))]
+
+    def lean(self) -> ChatBody:
+        """Return the body without its conversation."""
+        none = {"tools": None, "logit_bias": None, "metadata": None}
+        return msgspec.structs.replace(self, messages=[], **none)
+
     def request(self, tenant: str) -> ChatRequest:
         """Return what the service is asked for; raise InvalidRequestError for a bad value."""
         newer = self.max_completion_tokens
@@ -110,6 +125,7 @@ class ChatBody(_Sampled, frozen=True, kw_only=True):
                 top_logprobs=self.top_logprobs or 0,
             ),
             tenant=tenant,
+            notes=self.notes,
         )
 
 
@@ -121,6 +137,15 @@ class CompletionBody(_Sampled, frozen=True, kw_only=True):
     echo: bool | None = None
     logprobs: int | None = None
     best_of: int | None = None
+
+    def plans(self, planner: Planner, tenant: str) -> list[Plan]:
+        """Return the plan of each prompt; raise InvalidRequestError for a bad value."""
+        requests = self.requests(tenant, max_choices=planner.config.max_choices)
+        return [planner.text(request) for request in requests]
+
+    def lean(self) -> CompletionBody:
+        """Return the body without its prompts."""
+        return msgspec.structs.replace(self, prompt="", logit_bias=None)
 
     def requests(self, tenant: str, *, max_choices: int) -> list[CompletionRequest]:
         """Return one request for each prompt; raise InvalidRequestError for a bad value."""
@@ -270,6 +295,8 @@ def _sampling(
         logprobs=logprobs,
         top_logprobs=top_logprobs,
         logit_bias=_logit_bias(body.logit_bias or {}),
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import deepseek_recipe
 import pytest
@@ -19,7 +20,7 @@ from finwhale.serve.errors import (
 from finwhale.serve.messages_body import ERROR_MARK, CountTokensBody, MessagesBody
 from finwhale.serve.preparation import Preparer
 from finwhale.serve.schema import decode
-from finwhale.text.output_parser import Delta, OutputParser
+from finwhale.text.output_parser import OutputParser
 from finwhale.text.prompt import render_prompt, thinking_and_effort
 from finwhale.text.special_tokens import DSML, IMAGE
 from tests.scripted_engine import VOCAB_SIZE, byte_tokenizer
@@ -192,9 +193,9 @@ def test_tools_of_anthropics_servers_are_left_out_by_name():
     ]
     body = decode_body(messages=[USER], tools=[foreign[0], TOOL, foreign[1]])
     want = request_of(messages=[USER], tools=[TOOL])
-    assert body.request("") == want
-    assert body.notes == ("tools left out: web_search_20250305, bash_20250124",)
-    assert decode_body(messages=[USER], tools=[TOOL]).notes == ()
+    assert replace(body.request(""), notes=()) == want
+    assert body.request("").notes == ("tools left out: web_search_20250305, bash_20250124",)
+    assert want.notes == ()
     assert decode_body(messages=[USER], tools=foreign).request("").tools is None
 
 
@@ -368,9 +369,8 @@ def joined(events):
         (["why</think>te", "xt", CALL], False),
         (["why", CALL], False),
         (["why</think>", f"{ONE_CALL}{CALL.partition('calls>')[2]}"], False),
-        (["why</think>x", CALL.partition("</")[0]], True),
     ],
-    ids=["text", "cut", "call", "call-in-reasoning", "two-calls", "cut-call"],
+    ids=["text", "cut", "call", "call-in-reasoning", "two-calls"],
 )
 def test_the_events_of_a_stream_are_those_of_deepseeks_writer(parts, is_cut):
     reason = deepseek_recipe.InferenceFinishReason
@@ -394,17 +394,6 @@ def test_whole_blocks_hold_what_the_events_added():
     assert blocks[1] == {"type": "text", "text": "text"}
     assert json.loads(bytes(blocks[2]["input"])) == {"x": "v"}
     assert blocks[2]["name"] == "f"
-
-
-@pytest.mark.parametrize("arguments", ["", '{"x": "v', "[1]", '{"x": NaN}'])
-def test_arguments_that_are_no_object_stay_readable(arguments):
-    blocks = AnswerBlocks("ID")
-    deltas = [
-        Delta(kind="tool_call", index=0, call_id="c", name="f"),
-        Delta(kind="arguments", index=0, text=arguments),
-    ]
-    list(blocks.take(deltas))
-    assert blocks.content()[0]["input"] == {"arguments": arguments}
 
 
 def test_nothing_said_makes_no_block():

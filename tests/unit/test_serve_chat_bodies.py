@@ -98,11 +98,11 @@ def test_a_part_that_is_no_text_is_refused_by_its_name(message, kind):
 
 def test_a_custom_tool_is_left_out_by_name_and_the_functions_stay():
     custom = {"type": "custom", "custom": {"name": "apply_patch"}}
-    body = body_of(USER, tools=[custom, FUNCTION])
-    assert body.request("").tools == [FUNCTION]
-    assert body.notes == ("tools left out: custom apply_patch",)
+    request = body_of(USER, tools=[custom, FUNCTION]).request("")
+    assert request.tools == [FUNCTION]
+    assert request.notes == ("tools left out: custom apply_patch",)
     assert body_of(USER, tools=[custom]).request("").tools is None
-    assert body_of(USER, tools=[FUNCTION]).notes == ()
+    assert body_of(USER, tools=[FUNCTION]).request("").notes == ()
 
 
 def test_one_call_at_a_time_is_passed_on():
