@@ -475,3 +475,24 @@ def test_a_prompt_that_is_too_long_is_named_as_each_protocol_names_it(world):
         assert told["error"]["message"].startswith(f"{field}: got")
     body = asked(messages=[{"role": "user", "content": long}])
     assert world.post("/v1/messages", body)[2]["error"]["message"].startswith("messages: got")
+
+
+def test_what_an_answer_needs_of_its_body_survives_a_large_one(tokenizer):
+    # Read in a process of its own, from which options and notes come back.
+    world = World(tokenizer)
+    world.service.reader._small_body_bytes = 100
+    space = {"type": "namespace", "name": "ns", "tools": [FLAT_TOOL, {"type": "custom"}]}
+    parts = [part.replace('"get_weather"', '"ns::get_weather"') for part in CALL]
+    world.parts = ("why", END_THINK, *parts)
+    with running(world.service) as world.url:
+        body = {"input": "q", "tools": [space], "reasoning": {"summary": "auto"}}
+        status, headers, told = world.post("/v1/responses", {**body, "metadata": {"a": "b"}})
+        thought, call = told["output"]
+        assert (status, told["metadata"]) == (200, {"a": "b"})
+        assert headers["x-finwhale-note"] == "tools left out: custom"
+        assert thought["summary"][0]["text"] == "why"
+        assert (call["namespace"], call["name"]) == ("ns", "get_weather")
+        counted = world.post(COUNT, {"messages": USER, "system": "s" * 100})[2]
+        assert counted["input_tokens"] > 100
+        refused = world.post("/v1/responses", {"input": "q", "previous_response_id": "x" * 100})
+        assert (refused[0], refused[2]["error"]["param"]) == (400, "previous_response_id")

@@ -47,7 +47,7 @@ def tree(tmp_path):
             {f"finwhale/model/m{i}.py": "x = 1\n" * 500 for i in range(5)},
             "finwhale/model: 2500 lines, limit 2500",
         ),
-        ({f"finwhale/ops/m{i}.py": "" for i in range(21)}, "finwhale/ops: 21 files, limit 20"),
+        ({f"finwhale/ops/m{i}.py": "" for i in range(25)}, "finwhale/ops: 25 files, limit 24"),
         ({"finwhale/ops/utils.py": ""}, "name says nothing"),
         ({"finwhale/ops/cache_manager.py": ""}, "name says nothing"),
         ({"finwhale/ops/deep/a.py": ""}, "never deeper"),
