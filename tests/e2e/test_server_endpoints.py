@@ -64,6 +64,15 @@ def raw_stream(world, path, body):
     return dict(response.getheaders()), events
 
 
+def raw_text(world, path, body):
+    """The whole text of an answer, a stream or not."""
+    connection = http.client.HTTPConnection(urlsplit(world.url).netloc, timeout=20)
+    connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
+    text = connection.getresponse().read().decode()
+    connection.close()
+    return text
+
+
 @pytest.mark.parametrize("extra", [{}, {"system": "s"}, {"tools": [CLAUDE_TOOL]}], ids=str)
 def test_a_count_is_that_of_the_very_prompt_and_generates_nothing(world, extra):
     client = client_of(world.url)
@@ -179,14 +188,13 @@ def test_what_was_left_out_is_told_in_a_header(world, path, body, note, stream):
 
 
 def test_notes_of_the_preparation_are_told_beside_those_of_the_body(world, monkeypatch):
-    planner = world.service.preparer.planner
-    plan = planner.chat
+    prepare = world.service.preparer.prepared
 
-    def noting(request):
-        planned = plan(request)
-        return replace(planned, notes=(*planned.notes, "thinking was switched off"))
+    def noting(plan):
+        prepared = prepare(plan)
+        return replace(prepared, notes=(*prepared.notes, "thinking was switched off"))
 
-    monkeypatch.setattr(planner, "chat", noting)
+    monkeypatch.setattr(world.service.preparer, "prepared", noting)
     headers, _ = raw_stream(world, "/v1/messages", asked(tools=[CLAUDE_TOOL, SEARCH]))
     want = "tools left out: web_search_20250305; thinking was switched off"
     assert headers["x-finwhale-note"] == want
@@ -335,6 +343,46 @@ def test_a_call_in_a_namespace_reaches_the_client_with_both_names(world):
     assert "weather::get_weather" in world.tokenizer.decode(world.engine.added[0][0])
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("is_single", [False, True])
+def test_one_call_at_a_time_is_one_call_in_every_protocol(world, is_single, stream):
+    # Everything behind the opening of the block, twice, and its end.
+    call = CALL[3:-2]
+    world.parts = (*CALL[:3], *call, "\n<", *call, "\n</", *CALL[-2:])
+    plain = {"stream": stream, **THINKING_OFF}
+    for path, body, mark in (
+        (
+            "/v1/chat/completions",
+            {"messages": USER, "tools": [WEATHER], "parallel_tool_calls": not is_single, **plain},
+            '"name":"get_weather"',
+        ),
+        (
+            "/v1/responses",
+            {
+                "input": "q",
+                "tools": [FLAT_TOOL],
+                "parallel_tool_calls": not is_single,
+                "reasoning": {"effort": "none"},
+                "stream": stream,
+            },
+            "function_call_arguments.done" if stream else '"type":"function_call"',
+        ),
+        (
+            "/v1/messages",
+            asked(
+                tools=[CLAUDE_TOOL],
+                tool_choice={"type": "auto", "disable_parallel_tool_use": is_single},
+                stream=stream,
+            ),
+            '"type":"tool_use"',
+        ),
+    ):
+        told = raw_text(world, path, body)
+        # An event is named twice: in its line and in its data.
+        num = told.count(f"{mark}") // (2 if mark.endswith(".done") else 1)
+        assert num == (1 if is_single else 2), told
+
+
 WHOLE = {
     "/chat/completions": {
         "messages": USER,
@@ -427,3 +475,24 @@ def test_a_prompt_that_is_too_long_is_named_as_each_protocol_names_it(world):
         assert told["error"]["message"].startswith(f"{field}: got")
     body = asked(messages=[{"role": "user", "content": long}])
     assert world.post("/v1/messages", body)[2]["error"]["message"].startswith("messages: got")
+
+
+def test_what_an_answer_needs_of_its_body_survives_a_large_one(tokenizer):
+    # Read in a process of its own, from which options and notes come back.
+    world = World(tokenizer)
+    world.service.reader._small_body_bytes = 100
+    space = {"type": "namespace", "name": "ns", "tools": [FLAT_TOOL, {"type": "custom"}]}
+    parts = [part.replace('"get_weather"', '"ns::get_weather"') for part in CALL]
+    world.parts = ("why", END_THINK, *parts)
+    with running(world.service) as world.url:
+        body = {"input": "q", "tools": [space], "reasoning": {"summary": "auto"}}
+        status, headers, told = world.post("/v1/responses", {**body, "metadata": {"a": "b"}})
+        thought, call = told["output"]
+        assert (status, told["metadata"]) == (200, {"a": "b"})
+        assert headers["x-finwhale-note"] == "tools left out: custom"
+        assert thought["summary"][0]["text"] == "why"
+        assert (call["namespace"], call["name"]) == ("ns", "get_weather")
+        counted = world.post(COUNT, {"messages": USER, "system": "s" * 100})[2]
+        assert counted["input_tokens"] > 100
+        refused = world.post("/v1/responses", {"input": "q", "previous_response_id": "x" * 100})
+        assert (refused[0], refused[2]["error"]["param"]) == (400, "previous_response_id")
