@@ -201,7 +201,7 @@ def replace_file(path: str | Path, data: bytes | str) -> None:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(partial, path)
+        partial.replace(path)
     except OSError as error:
         raise not_written(path, error) from None
     finally:
