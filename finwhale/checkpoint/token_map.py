@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from finwhale.checkpoint.folder import CheckpointError
+from finwhale.checkpoint.tokenizer_config import TOKENIZER_FILE
 from finwhale.config.model import ModelConfig
-
-TOKENIZER_FILE = "tokenizer.json"
 
 
 def token_map_for(

@@ -11,7 +11,11 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +210,26 @@ def replace_file(path: str | Path, data: bytes | str) -> None:
         raise not_written(path, error) from None
     finally:
         partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """Yield an empty folder that becomes `out` when the block ends without an exception.
+
+    `out` must be absent. Raises FileError for a write that fails; nothing is left behind.
+    """
+    staging = None
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        staging = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}-partial-"))
+        yield staging
+        staging.chmod(0o755)
+        staging.rename(out)
+    except OSError as error:
+        raise not_written(out, error) from error
+    finally:
+        if staging is not None:
+            shutil.rmtree(staging, ignore_errors=True)
 
 
 def not_written(path: str | Path, cause: BaseException) -> FileError:

@@ -144,7 +144,9 @@ def _check_seal(path: Path) -> bool:
     digest.update(bytes(2))  # no comment yet
     wanted = _SEAL_BYTES.to_bytes(2, "little") + _SEAL + digest.hexdigest().encode()
     if end != wanted:
-        raise StateError(f"{path}: damaged, its SHA-256 differs from the one that it was saved with")
+        raise StateError(
+            f"{path}: damaged, its SHA-256 differs from the one that it was saved with"
+        )
     return True
 
 
