@@ -205,7 +205,8 @@ def read_meta(folder: str | Path) -> dict:
                 for name in ("first", "documents", "tokens", "bytes"):
                     take(source, name, int, file, at=at)
     except FileError as error:
-        raise ShardError(f"{error}; write the shards again") from None
+        when = "first" if error.found == "no such file" else "again"
+        raise ShardError(f"{error}; write the shards {when}") from None
     return meta
 
 
