@@ -104,7 +104,7 @@ def test_caps_hold_and_no_document_takes_more_than_a_tenth(library, cap):
 def test_too_little_text_is_refused_with_a_remedy(tmp_path):
     (tmp_path / "a.py").write_text("x = 1\n")
     with pytest.raises(
-        CorpusError, match=r"training text: found 5 bytes in 1 files, expected 1000"
+        CorpusError, match=r"training text: found 4 bytes in 1 files, expected 1000 for data"
     ):
         read_corpus(tmp_path, max_train_bytes=4000, max_validation_bytes=400)
 
