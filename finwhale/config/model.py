@@ -50,7 +50,7 @@ def _read_fields(cls: type, raw: dict[str, Any], where: str) -> dict[str, Any]:
     if unknown:
         near = difflib.get_close_matches(unknown[0], known, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"{where}{unknown[0]}: unknown field{hint}")
+        raise ConfigError(f"{where}{unknown[0][:80]}: unknown field{hint}")
     return {k: tuple(v) if isinstance(v, list) else v for k, v in raw.items() if k in known}
 
 
@@ -340,7 +340,9 @@ class ModelConfig:
             raise ConfigError(f"got {type(raw).__name__}, expected a JSON object")
         if raw.get("model_type") != MODEL_TYPE:
             found = raw.get("model_type")
-            raise ConfigError(f"model_type: got {found!r}; the nearest supported is {MODEL_TYPE!r}")
+            raise ConfigError(
+                f"model_type: got {shown(found)}; the nearest supported is {MODEL_TYPE!r}"
+            )
         values = _read_fields(cls, raw, "")
         for name, part in (
             ("text_config", TextConfig),
