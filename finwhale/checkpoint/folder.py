@@ -134,7 +134,7 @@ def read_folder(path: str | Path) -> CheckpointFolder:
             remedy="give the checkpoint's folder",
         )
     index = path / INDEX_FILE
-    if not index.exists():
+    if kind_of_file(index) == "no such file":
         return _read_single(path)
     weight_map = _read_index(index)
     shards: dict[str, list[str]] = {}

@@ -117,9 +117,10 @@ def build_layer_specs(config: TextConfig) -> tuple[LayerSpec, ...]:
         )
     ratios = config.compress_ratios
     drafts = ratios[num_layers:]
+    ending = shown(list(drafts))
     if len(ratios) not in (num_layers, num_layers + config.num_nextn_predict_layers) or any(drafts):
         raise ConfigError(
-            f"text_config.compress_ratios: got {len(ratios)} entries ending in {shown(list(drafts))}, "
+            f"text_config.compress_ratios: got {len(ratios)} entries ending in {ending}, "
             f"expected {num_layers} backbone ratios, then zeros for the "
             f"{config.num_nextn_predict_layers} draft stages or nothing"
         )

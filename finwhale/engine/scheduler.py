@@ -2,7 +2,8 @@
 
 Rules, in this order:
 - Admission is first come, first served, into a free slot, when the blocks of the prompt and of one
-  token more, if one is to be drawn, are free or can be evicted. Nobody overtakes the head of the queue.
+  token more, if one is to be drawn, are free or can be evicted. Nobody overtakes the head of the
+  queue.
 - Every decoding sequence gets its one row; the rest of the token budget is split evenly among the
   sequences that still read their prompt, so a long prompt cannot hold up a short one.
 - A sequence that finds no block takes memory from the youngest running one, which is preempted and
