@@ -36,7 +36,7 @@ from finwhale.checkpoint.tokenizer_config import (
     read_tokenizer,
     tokenizer_config_text,
 )
-from finwhale.config.files import kind_of_file
+from finwhale.config.files import kind_of_file, naming
 from finwhale.config.inventory import Storage, TensorSpec, checkpoint_tensors
 from finwhale.config.model import ModelConfig, QuantizationConfig
 from finwhale.ops.weight_formats import QUANTIZED, all_finite, quantize_weight, row_slices
@@ -175,10 +175,11 @@ def save_tensors(
             config, source, folder, out, quantized=quantized, max_shard_bytes=max_shard_bytes
         )
         for name, content in files.items():
-            if isinstance(content, Path):
-                shutil.copyfile(content, folder / name)
-            else:
-                (folder / name).write_bytes(content)
+            with naming(folder / name):
+                if isinstance(content, Path):
+                    shutil.copyfile(content, folder / name)
+                else:
+                    (folder / name).write_bytes(content)
     return replace(report, files=tuple(sorted((*report.files, *files))))
 
 
@@ -208,7 +209,8 @@ def write_folder(
             for spec in shard:
                 _write_parameter(writer, spec, source, Path(out) / name)
     write_index(folder, stored)
-    (folder / "config.json").write_text(config_text, encoding="utf-8")
+    with naming(folder / "config.json"):
+        (folder / "config.json").write_text(config_text, encoding="utf-8")
     return SaveReport(
         num_tensors=sum(len(shard) for shard in stored),
         payload_bytes=payload,

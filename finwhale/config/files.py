@@ -232,6 +232,17 @@ def new_folder(out: Path) -> Iterator[Path]:
             shutil.rmtree(staging, ignore_errors=True)
 
 
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Give an OSError of the block, which knows no file, the name of `path`."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            error.filename = str(path)
+        raise
+
+
 def not_written(path: str | Path, cause: BaseException) -> FileError:
     """Return the error of a write to `path` that failed half way."""
     reason = _reason(cause) if isinstance(cause, OSError) else " ".join(str(cause).split())
