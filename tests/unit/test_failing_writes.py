@@ -46,9 +46,7 @@ def test_a_write_that_ends_at_any_byte_leaves_what_was_there(tmp_path, writer):
         assert "File too large" in message, attempt
         assert "\n" not in message
         if writer == "checkpoint":
-            # At the larger sizes the shard is what does not fit.
-            shard = "(model-00001-of-00001.safetensors)"
-            assert (shard in message) == (attempt["size"] > 100_000) or attempt["size"] < 200
+            assert "(model-00001-of-00001.safetensors)" in message
         # Metrics are appended: a line that is cut is cut off again by the resumed run.
         assert attempt["same"] or writer == "metrics", attempt
         assert not [name for name in attempt["names"] if "partial" in name], attempt
