@@ -24,7 +24,7 @@ TEXT: dict[str, Range] = {
     "q_lora_rank": (1, 2**18),
     "o_lora_rank": (1, 2**18),
     "o_groups": (1, 4096),
-    "sliding_window": (1, 2**20),
+    "sliding_window": (1, 2**16),
     "rope_theta": (1.001, 1e12),
     "compress_rope_theta": (1.001, 1e12),
     "index_n_heads": (1, 4096),

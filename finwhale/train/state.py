@@ -15,7 +15,7 @@ import os
 import shutil
 import zipfile
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import torch
 from torch import Tensor
@@ -86,7 +86,7 @@ def save_state(
     try:
         with partial.open("wb") as file:
             sealed = _Sealed(file)
-            torch.save(state, sealed)
+            torch.save(state, cast("BinaryIO", sealed))
             sealed.seal()
             os.fsync(file.fileno())
         os.replace(partial, final)

@@ -181,12 +181,12 @@ def test_a_prompt_may_fill_the_pool_when_no_token_is_drawn(block_size, logprobs)
 
 def test_pools_larger_than_the_memory_are_refused_before_they_are_allocated(monkeypatch):
     """A window of 10^7 asked for 84 GB: a traceback, or a process that the system ends."""
-    monkeypatch.setattr(engine_module, "available_memory_bytes", lambda: 1 << 30)
-    model = model_of(0, sliding_window=1 << 20)
-    with pytest.raises(ConfigError, match="sliding_window is 1048576") as error:
+    monkeypatch.setattr(engine_module, "available_memory_bytes", lambda: 1 << 28)
+    model = model_of(0, sliding_window=1 << 16)
+    with pytest.raises(ConfigError, match="sliding_window is 65536") as error:
         Engine(model, replace(SMALL, max_sequences=8, max_batch_tokens=64))
-    # 8 layers with rings of 2^20 + 7 rows of 64 codes and 2 scales; two open rows of 2 * 64 fp32.
-    windows = 8 * (8 * ((1 << 20) + 7) * (64 + 2) + 2 * (2 * 64 * 4))
+    # 8 layers with rings of 2^16 + 7 rows of 64 codes and 2 scales; two open rows of 2 * 64 fp32.
+    windows = 8 * (8 * ((1 << 16) + 7) * (64 + 2) + 2 * (2 * 64 * 4))
     assert f"{windows:,} for the windows of 8" in str(error.value)
     monkeypatch.setattr(engine_module, "available_memory_bytes", lambda: None)
     Engine(model_of(0), SMALL)
