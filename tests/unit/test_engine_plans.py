@@ -59,10 +59,12 @@ def served(engine: Engine, prompt=PROMPT, params=GREEDY) -> list[int]:
 
 @pytest.mark.parametrize("prefill", ["exact", "full"])
 @pytest.mark.parametrize("kernels", ["torch", "auto"])
-def test_a_cut_at_the_first_layer_is_served(prefill, kernels):
+@pytest.mark.parametrize("snapshot_bytes", [0, 1 << 20])
+def test_a_cut_at_the_first_layer_is_served(prefill, kernels, snapshot_bytes):
     model = model_of(**CUT_AT_0)
-    engine = Engine(model, replace(SMALL, prefill=prefill, kernels=kernels))
-    # The second time the prompt's blocks are found.
+    fields = {"prefill": prefill, "kernels": kernels, "snapshot_bytes": snapshot_bytes}
+    engine = Engine(model, replace(SMALL, **fields))
+    # The second time the prompt's blocks are found; without snapshots their rows are replayed.
     assert served(engine) == served(engine) == greedy_of(model)
 
 
@@ -96,7 +98,7 @@ def test_every_plan_is_refused_when_made_or_served_as_the_model_computes(first):
         except ConfigError:
             continue
         for prefill in ("exact", "full"):
-            config = replace(SMALL, prefill=prefill)
+            config = replace(SMALL, prefill=prefill, snapshot_bytes=seed % 2 << 20)
             try:
                 engine = Engine(model, config)
             except ConfigError:
