@@ -27,8 +27,9 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from finwhale.cache.rows import GrowingRows, RecentRows
-from finwhale.cache.state_file import FORMAT
+from finwhale.cache.state_file import FORMAT, read_facts
 from finwhale.config import LayerSpec, TextConfig, build_layer_specs
+from finwhale.config.files import FileError
 from finwhale.config.layers import Half
 
 
@@ -209,8 +210,8 @@ class SequenceState:
             "window_start": {half.value: start for half, start in self.window_start.items()},
             "stops": stops,
             "tensors": {n: [str(t.dtype), list(t.shape)] for n, t in tensors.items()},
-            "sha256": _payload_digest(tensors),
         }
+        facts["sha256"] = _digest(facts, tensors)
         # One metadata key: the library writes several in no fixed order.
         return save_tensors(tensors, {"facts": json.dumps(facts)})
 
@@ -224,6 +225,10 @@ class SequenceState:
             return cls._from_facts(*_read_blob(blob), config, numerics)
         except KeyError as error:
             raise StateError(f"state: its list of facts lacks {error}") from None
+        except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+            if isinstance(error, StateError):
+                raise
+            raise StateError(f"state: its parts do not fit each other ({error})") from None
 
     @classmethod
     def _from_facts(
@@ -271,23 +276,24 @@ class SequenceState:
 
 
 def _read_blob(blob: bytes) -> tuple[dict, dict[str, Tensor]]:
+    size = int.from_bytes(blob[:8], "little")
     try:
-        size = int.from_bytes(blob[:8], "little")
-        facts = json.loads(json.loads(blob[8 : 8 + size])["__metadata__"]["facts"])
-        found_format, tensors = facts["format"], load_tensors(blob)
-    except (KeyError, TypeError, ValueError, SafetensorError) as error:
+        facts, _ = read_facts(blob[8 : 8 + size], "state")
+        tensors = load_tensors(blob)
+    except FileError as error:
+        raise StateError(str(error)) from None
+    except (KeyError, ValueError, SafetensorError) as error:
         raise StateError(f"state: not readable as {FORMAT} ({error})") from None
-    if found_format != FORMAT:
-        raise StateError(f"state: format is {found_format!r}, expected {FORMAT!r}")
     found = {n: [str(t.dtype), list(t.shape)] for n, t in tensors.items()}
-    if found != facts.get("tensors") or _payload_digest(tensors) != facts.get("sha256"):
-        raise StateError("state: damaged, its tensors differ from its own list and digest")
+    if found != facts["tensors"] or _digest(facts, tensors) != facts["sha256"]:
+        raise StateError("state: damaged, it differs from its own list and digest")
     return facts, tensors
 
 
-def _payload_digest(tensors: dict[str, Tensor]) -> str:
-    """Return the SHA-256 of all tensor bytes, in the order of their names."""
-    digest = hashlib.sha256()
+def _digest(facts: dict, tensors: dict[str, Tensor]) -> str:
+    """Return the SHA-256 of the facts but for itself, and of all tensors in order of names."""
+    told = {name: value for name, value in facts.items() if name != "sha256"}
+    digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode())
     for _, tensor in sorted(tensors.items()):
         digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

@@ -6,12 +6,13 @@ state or the one before. `describe` reads the header alone and needs no torch.
 
 from __future__ import annotations
 
-import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-FORMAT = "finwhale-sequence-state-1"
+from finwhale.config.files import FileError, kind_of_file, parse_object, replace_file, take
+
+FORMAT = "finwhale-sequence-state-2"
 _MAX_HEADER = 1 << 24
 
 
@@ -39,35 +40,47 @@ class StateFacts:
 
 
 def write_state(path: str | Path, blob: bytes) -> None:
-    """Replace `path` by `blob` in one step."""
-    path = Path(path)
-    staging = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with staging.open("wb") as file:
-            file.write(blob)
-            file.flush()
-            os.fsync(file.fileno())
-        staging.replace(path)
-    finally:
-        staging.unlink(missing_ok=True)
+    """Replace `path` by `blob` in one step. Raises FileError; what was there is then untouched."""
+    replace_file(path, blob)
+
+
+def read_facts(header: bytes, file: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the facts and the tensor entries of a safetensors header, their types checked.
+
+    file  what errors name. Raises FileError.
+    """
+    entries = parse_object(header, file, expected=FORMAT)
+    text = take(entries.pop("__metadata__", None), "facts", str, file, at="__metadata__.")
+    facts = parse_object(text, file, expected=FORMAT)
+    if facts.get("format") != FORMAT:
+        raise FileError(file, f"format: got {facts.get('format')!r}", FORMAT)
+    for name in ("num_tokens", "max_rollback"):
+        take(facts, name, int, file)
+    for name in ("config", "numerics", "sha256"):
+        take(facts, name, str, file)
+    for name in ("window_start", "stops"):
+        for part in take(facts, name, dict, file):
+            take(facts[name], part, int, file, at=f"{name}.")
+    take(facts, "tensors", dict, file)
+    return facts, entries
 
 
 def describe(path: str | Path) -> StateFacts:
-    """Return the facts of a state file. Raises ValueError naming the file if it is not one."""
+    """Return the facts of a state file. Raises FileError naming the file if it is not one."""
     path = Path(path)
+    kind = kind_of_file(path)
+    if kind != "a file":
+        raise FileError(path, kind, FORMAT)
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         raw = file.read(size) if size <= _MAX_HEADER else b""
+    facts, entries = read_facts(raw, path)
     try:
-        header = json.loads(raw)
-        facts = json.loads(header.pop("__metadata__")["facts"])
-        if facts["format"] != FORMAT:
-            raise ValueError(f"format {facts['format']!r}")
-        parts = [_part(name, entry, facts) for name, entry in header.items()]
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path}: not a state file, expected {FORMAT} ({error})") from None
-    order = {"entries": 0, "index_keys": 1, "window": 2, "open_groups": 3, "recent_ids": 4}
-    parts.sort(key=lambda part: (order[part.kind], part.layer or 0))
+        parts = [_part(name, entry, facts) for name, entry in entries.items()]
+        order = {"entries": 0, "index_keys": 1, "window": 2, "open_groups": 3, "recent_ids": 4}
+        parts.sort(key=lambda part: (order[part.kind], part.layer or 0))
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+        raise FileError(path, "not a state file: a part of another form", FORMAT) from None
     return StateFacts(
         num_tokens=facts["num_tokens"],
         numerics=facts["numerics"],

@@ -2,13 +2,13 @@
 
 Reads `model.safetensors.index.json` with its shards, or one `model.safetensors`. All headers are
 read and checked before any tensor data: a folder that opens is complete, and each offset lies
-inside its file. Whether the tensors are those of a given model is decided in `plan.py`.
-The easy mistake: trusting the index; it is a second statement of what the headers say.
+inside its file. The index decides which shard a tensor is read from: a copy that another shard
+holds, as an overlay leaves it, is passed over. Whether the tensors are those of a given model is
+decided in `plan.py`. The easy mistake: trusting the index; its shards must hold what it promises.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
@@ -17,9 +17,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from finwhale.config.files import FileError, kind_of_file, parse_object, read_object, shown
+from finwhale.telemetry import get_logger
+
+logger = get_logger("checkpoint")
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
-MAX_HEADER_BYTES = 1 << 28
+# What the safetensors library reads at most.
+MAX_HEADER_BYTES = 100_000_000
+# The release's index has 9 MB.
+MAX_INDEX_BYTES = 1 << 27
+_MAX_DIMS = 16
+_MAX_BYTES = 1 << 62
 
 DTYPES: dict[str, torch.dtype] = {
     "BF16": torch.bfloat16,
@@ -58,7 +67,7 @@ class CheckpointError(ValueError):
     ):
         self.file, self.tensor = Path(file), tensor
         self.expected, self.found, self.remedy = expected, found, remedy
-        where = f"{file}: tensor {tensor!r}" if tensor else f"{file}"
+        where = f"{file}: tensor {shown(tensor)}" if tensor else f"{file}"
         others = f" ({more} more like this)" if more else ""
         super().__init__(f"{where}: expected {expected}, found {found}{others}; {remedy}")
 
@@ -121,11 +130,11 @@ def read_folder(path: str | Path) -> CheckpointFolder:
         raise CheckpointError(
             path,
             expected="a folder with config.json and safetensors files",
-            found="a file" if path.exists() else "nothing",
+            found=kind_of_file(path),
             remedy="give the checkpoint's folder",
         )
     index = path / INDEX_FILE
-    if not index.exists():
+    if kind_of_file(index) == "no such file":
         return _read_single(path)
     weight_map = _read_index(index)
     shards: dict[str, list[str]] = {}
@@ -136,15 +145,24 @@ def read_folder(path: str | Path) -> CheckpointFolder:
         raise CheckpointError(
             path / absent[0],
             expected=f"the file, because {INDEX_FILE} puts {len(shards[absent[0]])} tensors in it",
-            found="no such file",
+            found=kind_of_file(path / absent[0]),
             remedy="fetch the missing shards again",
             more=len(absent) - 1,
         )
     entries: dict[str, StoredEntry] = {}
+    num_superseded = 0
     for file in sorted(shards):
         header = {entry.name: entry for entry in read_header(path / file)}
         _compare_with_index(path / file, header, weight_map)
-        entries.update(header)
+        entries |= {name: header[name] for name in shards[file]}
+        num_superseded += len(header) - len(shards[file])
+    if num_superseded:
+        logger.info(
+            "%s: %d tensors passed over, copies of what %s puts in other shards",
+            path,
+            num_superseded,
+            INDEX_FILE,
+        )
     return CheckpointFolder(path=path, entries=entries)
 
 
@@ -152,10 +170,12 @@ def _read_single(path: Path) -> CheckpointFolder:
     single = path / SINGLE_FILE
     if not single.is_file():
         others = sorted(f.name for f in path.iterdir() if f.suffix in (".safetensors", ".bin"))
+        kind = kind_of_file(single)
+        named = f"{kind} named {SINGLE_FILE}" if kind != "no such file" else ", ".join(others[:3])
         raise CheckpointError(
             path,
             expected=f"{INDEX_FILE} or {SINGLE_FILE}",
-            found=", ".join(others[:3]) or "neither",
+            found=named or "neither",
             remedy="fetch the index beside the shards, or save the model again",
         )
     return CheckpointFolder(path=path, entries={e.name: e for e in read_header(single)})
@@ -163,16 +183,15 @@ def _read_single(path: Path) -> CheckpointFolder:
 
 def _read_index(index: Path) -> dict[str, str]:
     remedy = "fetch the index again"
+    want = "an object 'weight_map' of names to files"
     try:
-        raw = json.loads(index.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise CheckpointError(index, expected="JSON", found=str(error), remedy=remedy) from None
-    weight_map = raw.get("weight_map") if isinstance(raw, dict) else None
+        raw = read_object(index, max_bytes=MAX_INDEX_BYTES, expected=want)
+    except FileError as error:
+        raise CheckpointError(index, expected=want, found=error.found, remedy=remedy) from None
+    weight_map = raw.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        found = type(weight_map).__name__ if weight_map is None else repr(weight_map)[:60]
-        raise CheckpointError(
-            index, expected="an object 'weight_map' of names to files", found=found, remedy=remedy
-        )
+        found = type(weight_map).__name__ if weight_map is None else shown(weight_map)
+        raise CheckpointError(index, expected=want, found=found, remedy=remedy)
     for name, file in weight_map.items():
         # A name with a path in it could read outside the folder.
         if not isinstance(file, str) or Path(file).name != file:
@@ -180,7 +199,7 @@ def _read_index(index: Path) -> dict[str, str]:
                 index,
                 tensor=name,
                 expected="a plain file name",
-                found=repr(file),
+                found=shown(file),
                 remedy=remedy,
             )
     return weight_map
@@ -200,16 +219,15 @@ def _compare_with_index(
             remedy="the index and the shard are of different versions; fetch both again",
             more=len(absent) - 1,
         )
-    extra = sorted(set(header) - promised)
-    if extra:
-        listed = weight_map.get(extra[0])
+    unlisted = sorted(set(header) - set(weight_map))
+    if unlisted:
         raise CheckpointError(
             file,
-            tensor=extra[0],
-            expected=f"only the tensors that {INDEX_FILE} puts in this file",
-            found=f"a tensor that it puts in {listed}" if listed else "a tensor that it lacks",
+            tensor=unlisted[0],
+            expected=f"only tensors that {INDEX_FILE} lists",
+            found="a tensor that it lacks",
             remedy="the index and the shard are of different versions; fetch both again",
-            more=len(extra) - 1,
+            more=len(unlisted) - 1,
         )
 
 
@@ -219,8 +237,13 @@ def read_header(file: Path) -> tuple[StoredEntry, ...]:
     Refuses a header that is not JSON, names an unknown dtype, leaves holes, or claims another
     number of bytes than the file has.
     """
-    size = file.stat().st_size
     refetch = "fetch or save the file again"
+    kind = kind_of_file(file)
+    if kind != "a file":
+        raise CheckpointError(
+            file, expected="a safetensors file", found=kind, remedy="fetch the file again"
+        )
+    size = file.stat().st_size
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
@@ -232,15 +255,11 @@ def read_header(file: Path) -> tuple[StoredEntry, ...]:
             )
         text = stream.read(length)
     try:
-        raw = json.loads(text)
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raw = parse_object(text, file, expected="a JSON header")
+    except FileError as error:
         raise CheckpointError(
-            file, expected="a JSON header", found=str(error), remedy=refetch
+            file, expected=error.expected, found=error.found, remedy=refetch
         ) from None
-    if not isinstance(raw, dict):
-        raise CheckpointError(
-            file, expected="a JSON object as header", found=type(raw).__name__, remedy=refetch
-        )
     entries = [
         _entry(file, name, item, 8 + length) for name, item in raw.items() if name != "__metadata__"
     ]
@@ -251,10 +270,9 @@ def read_header(file: Path) -> tuple[StoredEntry, ...]:
 
 def _entry(file: Path, name: str, item: object, data_begin: int) -> StoredEntry:
     try:
-        dtype, shape, (begin, end) = item["dtype"], tuple(item["shape"]), item["data_offsets"]  # type: ignore[index]
-        sound = isinstance(dtype, str) and all(
-            type(n) is int and n >= 0 for n in (*shape, begin, end)
-        )
+        dtype, shape, (begin, end) = item["dtype"], item["shape"], item["data_offsets"]  # type: ignore[index]
+        sound = isinstance(dtype, str) and isinstance(shape, list) and len(shape) <= _MAX_DIMS
+        sound = sound and all(type(n) is int and 0 <= n <= _MAX_BYTES for n in (*shape, begin, end))
     except (KeyError, TypeError, ValueError):
         sound = False
     if not sound:
@@ -262,7 +280,7 @@ def _entry(file: Path, name: str, item: object, data_begin: int) -> StoredEntry:
             file,
             tensor=name,
             expected="an entry with dtype, shape and data_offsets",
-            found=repr(item)[:120],
+            found=shown(item),
             remedy="fetch or save the file again",
         )
     if dtype not in DTYPES:
@@ -270,7 +288,7 @@ def _entry(file: Path, name: str, item: object, data_begin: int) -> StoredEntry:
             file,
             tensor=name,
             expected=f"one of the dtypes {', '.join(DTYPES)}",
-            found=dtype,
+            found=dtype[:80],
             remedy="the file is of another format; this loader reads the released one",
         )
     num_bytes = prod(shape) * DTYPES[dtype].itemsize
@@ -286,7 +304,7 @@ def _entry(file: Path, name: str, item: object, data_begin: int) -> StoredEntry:
         name=name,
         file=file,
         dtype=dtype,
-        shape=shape,
+        shape=tuple(shape),
         begin=data_begin + begin,
         num_bytes=num_bytes,
     )

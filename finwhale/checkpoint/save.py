@@ -30,6 +30,13 @@ from finwhale.checkpoint.shards import (
     write_index,
 )
 from finwhale.checkpoint.staging import staged_folder
+from finwhale.checkpoint.tokenizer_config import (
+    TOKENIZER_CONFIG_FILE,
+    TOKENIZER_FILE,
+    read_tokenizer,
+    tokenizer_config_text,
+)
+from finwhale.config.files import kind_of_file, naming
 from finwhale.config.inventory import Storage, TensorSpec, checkpoint_tensors
 from finwhale.config.model import ModelConfig, QuantizationConfig
 from finwhale.ops.weight_formats import QUANTIZED, all_finite, quantize_weight, row_slices
@@ -110,7 +117,8 @@ def save_checkpoint(
     """Write `model` as a checkpoint folder `out` and return what was written.
 
     quantized        the released FP8/FP4 storages, or BF16; default: as the model's config says
-    tokenizer_file   copied as tokenizer.json; a folder with Engram needs it to be loaded
+    tokenizer_file   copied as tokenizer.json; a folder with Engram needs it to be loaded. Other
+                     libraries find its markers in the tokenizer_config.json written beside it
     extra_files      further files by name: their bytes, or a path to copy
     overwrite        replace a checkpoint folder; everything else is refused
 
@@ -147,21 +155,31 @@ def save_tensors(
     """
     files: dict[str, bytes | Path] = dict(extra_files or {})
     if tokenizer_file is not None:
-        files["tokenizer.json"] = Path(tokenizer_file)
+        files[TOKENIZER_FILE] = Path(tokenizer_file)
     for name, content in files.items():
         if isinstance(content, Path) and not content.is_file():
             raise CheckpointError(
-                content, expected=f"a file to copy as {name}", found="none", remedy="check the path"
+                content,
+                expected=f"a file to copy as {name}",
+                found=kind_of_file(content),
+                remedy="check the path",
             )
+    tokenizer = files.get(TOKENIZER_FILE)
+    if tokenizer is not None and TOKENIZER_CONFIG_FILE not in files:
+        where = tokenizer if isinstance(tokenizer, Path) else TOKENIZER_FILE
+        held = read_tokenizer(tokenizer) if isinstance(tokenizer, Path) else tokenizer
+        text = tokenizer_config_text(config, held, where)
+        files[TOKENIZER_CONFIG_FILE] = text.encode("utf-8")
     with staged_folder(out, overwrite=overwrite, also_replaceable=frozenset(files)) as folder:
         report = write_folder(
             config, source, folder, out, quantized=quantized, max_shard_bytes=max_shard_bytes
         )
         for name, content in files.items():
-            if isinstance(content, Path):
-                shutil.copyfile(content, folder / name)
-            else:
-                (folder / name).write_bytes(content)
+            with naming(folder / name):
+                if isinstance(content, Path):
+                    shutil.copyfile(content, folder / name)
+                else:
+                    (folder / name).write_bytes(content)
     return replace(report, files=tuple(sorted((*report.files, *files))))
 
 
@@ -191,7 +209,8 @@ def write_folder(
             for spec in shard:
                 _write_parameter(writer, spec, source, Path(out) / name)
     write_index(folder, stored)
-    (folder / "config.json").write_text(config_text, encoding="utf-8")
+    with naming(folder / "config.json"):
+        (folder / "config.json").write_text(config_text, encoding="utf-8")
     return SaveReport(
         num_tensors=sum(len(shard) for shard in stored),
         payload_bytes=payload,

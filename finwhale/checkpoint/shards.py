@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from finwhale.checkpoint.folder import DTYPES, INDEX_FILE
+from finwhale.config.files import naming
 from finwhale.config.inventory import StoredTensor, TensorSpec
 
 DEFAULT_SHARD_BYTES = 8 << 30
@@ -82,7 +83,8 @@ def index_text(shards: Sequence[Sequence[StoredTensor]]) -> str:
 
 def write_index(folder: Path, shards: Sequence[Sequence[StoredTensor]]) -> None:
     """Write the index of `shards` into `folder`."""
-    (folder / INDEX_FILE).write_text(index_text(shards), encoding="utf-8")
+    with naming(folder / INDEX_FILE):
+        (folder / INDEX_FILE).write_text(index_text(shards), encoding="utf-8")
 
 
 def shard_header(tensors: Sequence[StoredTensor]) -> tuple[bytes, dict[str, int]]:
@@ -119,7 +121,8 @@ class ShardWriter:
         self._tensors = {stored.name: stored for stored in tensors}
         self._written = dict.fromkeys(self._tensors, 0)
         self._stream = file.open("wb")
-        self._stream.write(header)
+        with naming(file):
+            self._stream.write(header)
 
     def append(self, name: str, rows: Tensor) -> None:
         """Write the next rows of tensor `name`, already in its stored dtype."""
@@ -132,8 +135,9 @@ class ShardWriter:
         raw = rows.detach().cpu().contiguous().view(torch.uint8).numpy()
         if self._written[name] + raw.nbytes > stored.num_bytes:
             raise ValueError(f"{self.file}: tensor {name!r}: more than {stored.num_bytes} bytes")
-        self._stream.seek(self._offsets[name] + self._written[name])
-        self._stream.write(raw)
+        with naming(self.file):
+            self._stream.seek(self._offsets[name] + self._written[name])
+            self._stream.write(raw)
         self._written[name] += raw.nbytes
 
     def __enter__(self) -> ShardWriter:
@@ -145,7 +149,8 @@ class ShardWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._stream.close()
+        with naming(self.file):
+            self._stream.close()
         if kind is not None:
             return
         for name, written in self._written.items():

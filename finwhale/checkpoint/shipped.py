@@ -11,6 +11,7 @@ import os
 from pathlib import Path
 
 from finwhale.checkpoint.folder import CheckpointError
+from finwhale.config.files import kind_of_file
 
 VARIABLE = "FINWHALE_MINI"
 _IN_REPOSITORY = Path("models") / "finwhale-mini"
@@ -44,7 +45,8 @@ def checkpoint_folder(named: Path | None) -> Path:
     """
     if named is None:
         return shipped_model()
-    if (named / "config.json").is_file():
+    # What is there but no file is named by whoever reads it.
+    if kind_of_file(named / "config.json") != "no such file":
         return named
     found = "no config.json" if named.is_dir() else "no such folder"
     raise CheckpointError(

@@ -41,23 +41,33 @@ def staged_folder(
     """Yield an empty folder that becomes `out` when the block ends without an exception.
 
     `out` may be absent or empty; with `overwrite` also a checkpoint folder, whose other files
-    must be named in `also_replaceable`. Raises CheckpointError before the block runs.
+    must be named in `also_replaceable`. Raises CheckpointError before the block runs, and for a
+    write in it that fails half way (a full disk, a limit on file sizes); nothing is left behind.
     """
     out = Path(os.path.abspath(out))
     _remove_stale(out)
     check_target(out, overwrite=overwrite, also_replaceable=also_replaceable)
-    out.parent.mkdir(parents=True, exist_ok=True)
     staging = out.parent / f".{out.name}.partial-{os.getpid()}"
-    if staging.exists():
-        shutil.rmtree(staging)
-    staging.mkdir()
     try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        if staging.exists():
+            shutil.rmtree(staging)
+        staging.mkdir()
         yield staging
         for file in staging.iterdir():
             _flush(file)
         _flush(staging)
         _swap(staging, out)
         _flush(out.parent)
+    except OSError as error:
+        cause = error.strerror or str(error)
+        named = f" ({Path(error.filename).name})" if isinstance(error.filename, str) else ""
+        raise CheckpointError(
+            out,
+            expected="room and the right to write",
+            found=f"{cause}{named}",
+            remedy="free some space or choose another place; nothing was written",
+        ) from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 

@@ -25,9 +25,13 @@ from finwhale.checkpoint.load import load_model
 from finwhale.checkpoint.save import saved_config, write_folder
 from finwhale.checkpoint.staging import staged_folder
 from finwhale.checkpoint.token_map import map_of_file
+from finwhale.checkpoint.tokenizer_config import (
+    TOKENIZER_CONFIG_FILE,
+    TOKENIZER_FILE,
+    tokenizer_config_text,
+)
 from finwhale.checkpoint.toy_tokenizer import (
     SPECIAL_TOKENS,
-    toy_tokenizer_config_json,
     toy_tokenizer_json,
 )
 from finwhale.config.model import ModelConfig
@@ -60,9 +64,12 @@ def write_tiny(
     with staged_folder(
         out, overwrite=overwrite, also_replaceable=frozenset({"expected.safetensors"})
     ) as folder:
-        tokenizer_file = folder / "tokenizer.json"
-        tokenizer_file.write_text(toy_tokenizer_json(text.vocab_size), encoding="utf-8")
-        (folder / "tokenizer_config.json").write_text(toy_tokenizer_config_json(), encoding="utf-8")
+        tokenizer_file, tokenizer = folder / TOKENIZER_FILE, toy_tokenizer_json(text.vocab_size)
+        tokenizer_file.write_text(tokenizer, encoding="utf-8")
+        (folder / TOKENIZER_CONFIG_FILE).write_text(
+            tokenizer_config_text(config, tokenizer.encode("utf-8"), TOKENIZER_FILE),
+            encoding="utf-8",
+        )
         if text.engram_layer_ids:
             config = with_compressed_vocab(config, int(map_of_file(tokenizer_file).max()) + 1)
         saved = write_folder(config, hashed_source(seed), folder, out, quantized=quantized)

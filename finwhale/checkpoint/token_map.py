@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from finwhale.checkpoint.folder import CheckpointError
+from finwhale.checkpoint.tokenizer_config import TOKENIZER_FILE
+from finwhale.config.files import kind_of_file
 from finwhale.config.model import ModelConfig
-
-TOKENIZER_FILE = "tokenizer.json"
 
 
 def token_map_for(
@@ -42,7 +42,7 @@ def token_map_for(
             file,
             expected="the tokenizer, because the Engram id map is made from it "
             f"({text.engram_compressed_vocab_size} ids for {text.vocab_size} tokens)",
-            found="no such file",
+            found=kind_of_file(file),
             remedy="copy the model's tokenizer.json into the folder, or pass token_map",
         )
     return _checked_map(map_of_file(file), config, file, "its Engram id map"), TOKENIZER_FILE

@@ -78,19 +78,3 @@ def toy_tokenizer_json(vocab_size: int) -> str:
         ensure_ascii=False,
         indent=1,
     )
-
-
-def toy_tokenizer_config_json() -> str:
-    """Return the text of the tokenizer_config.json that other loaders ask for."""
-    bos, eos, pad = SPECIAL_TOKENS
-    return json.dumps(
-        {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "bos_token": bos,
-            "eos_token": eos,
-            "pad_token": pad,
-            "model_max_length": 1048576,
-            "chat_template": "{% for m in messages %}{{ m['content'] }}{% endfor %}",
-        },
-        indent=1,
-    )

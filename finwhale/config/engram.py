@@ -1,9 +1,9 @@
 """Sizes of the Engram hash tables: one prime bucket count per (layer, n-gram order, head).
 
 The primes are handed out in increasing order and never twice; the rows of one layer's
-table are the sum of its primes. A newcomer's mistake: restarting the search at every head
-(it restarts at every order) or at every layer without the set of primes already used.
-Source: spec/backbone.md section 7.3.
+table are the sum of its primes. The release's search starts anew at every order and skips the
+primes already used, which finds the next unused one: one search through all layers gives the same.
+A newcomer's mistake: starting anew without that set. Source: spec/backbone.md section 7.3.
 """
 
 from __future__ import annotations
@@ -43,18 +43,15 @@ def engram_buckets(
     `vocab_size` is the released `engram_vocab_size`; the first prime is above
     `vocab_size - 1`. spec/backbone.md section 7.3.
     """
-    used: set[int] = set()
     layers = []
+    candidate = vocab_size - 1
     for _ in range(num_layers):
         primes: list[int] = []
-        for _ in range(2, max_ngram_size + 1):
-            candidate = vocab_size - 1
-            for _ in range(n_heads):
+        for _ in range((max_ngram_size - 1) * n_heads):
+            candidate += 1
+            while not _is_prime(candidate):
                 candidate += 1
-                while candidate in used or not _is_prime(candidate):
-                    candidate += 1
-                used.add(candidate)
-                primes.append(candidate)
+            primes.append(candidate)
         offsets = (0, *accumulate(primes))[:-1]
         layers.append(EngramBuckets(primes=tuple(primes), offsets=offsets))
     return tuple(layers)

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from finwhale.config.files import shown
+
 if TYPE_CHECKING:
     from finwhale.config.model import TextConfig
 
@@ -78,7 +80,7 @@ def _check_sources(name: str, ids: tuple[int, ...], num_layers: int) -> None:
 
     if list(ids) != sorted(set(ids)) or any(not 0 <= i < num_layers for i in ids):
         raise ConfigError(
-            f"text_config.{name}: got {list(ids)}, expected sorted, unique layer ids below "
+            f"text_config.{name}: got {shown(list(ids))}, expected sorted, unique layer ids below "
             f"num_hidden_layers = {num_layers}"
         )
 
@@ -98,7 +100,7 @@ def build_layer_specs(config: TextConfig) -> tuple[LayerSpec, ...]:
     missing = sorted(set(kv_ids) - set(index_ids))
     if missing:
         raise ConfigError(
-            f"text_config.index_source_layer_ids: lacks {missing}; every KV source is one"
+            f"text_config.index_source_layer_ids: lacks {shown(missing)}; every KV source is one"
         )
     is_windowed = not (kv_ids or index_ids or any(config.compress_ratios))
     if is_windowed:
@@ -111,13 +113,14 @@ def build_layer_specs(config: TextConfig) -> tuple[LayerSpec, ...]:
     elif cut not in kv_ids:
         raise ConfigError(
             f"text_config.candidate_source_layer_id: got {cut}, expected one of the "
-            f"kv_source_layer_ids {list(kv_ids)} (the pool builder owns the keys it scores)"
+            f"kv_source_layer_ids {shown(list(kv_ids))} (the pool builder owns the keys it scores)"
         )
     ratios = config.compress_ratios
     drafts = ratios[num_layers:]
+    ending = shown(list(drafts))
     if len(ratios) not in (num_layers, num_layers + config.num_nextn_predict_layers) or any(drafts):
         raise ConfigError(
-            f"text_config.compress_ratios: got {len(ratios)} entries ending in {list(drafts)}, "
+            f"text_config.compress_ratios: got {len(ratios)} entries ending in {ending}, "
             f"expected {num_layers} backbone ratios, then zeros for the "
             f"{config.num_nextn_predict_layers} draft stages or nothing"
         )

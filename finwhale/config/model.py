@@ -16,6 +16,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from finwhale.config import limits
+from finwhale.config.files import FileError, read_object, shown
+
 MODEL_TYPE = "deepseek_v41"
 ARCHITECTURE = "DeepseekV41ForCausalLM"
 # Written by other libraries beside the released keys; they carry nothing the model reads.
@@ -28,7 +31,14 @@ class ConfigError(ValueError):
 
 
 def _refuse(where: str, name: str, got: object, want: str) -> None:
-    raise ConfigError(f"{where}{name}: got {got!r}, expected {want}")
+    raise ConfigError(f"{where}{name}: got {shown(got)}, expected {want}")
+
+
+def _check_ranges(owner: object, ranges: dict[str, limits.Range], where: str) -> None:
+    for name, (low, high) in ranges.items():
+        value = getattr(owner, name)
+        if value is not None and not low <= value <= high:
+            _refuse(where, name, value, f"a number from {low:.10g} to {high:.10g}")
 
 
 def _read_fields(cls: type, raw: dict[str, Any], where: str) -> dict[str, Any]:
@@ -40,7 +50,7 @@ def _read_fields(cls: type, raw: dict[str, Any], where: str) -> dict[str, Any]:
     if unknown:
         near = difflib.get_close_matches(unknown[0], known, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"{where}{unknown[0]}: unknown field{hint}")
+        raise ConfigError(f"{where}{unknown[0][:80]}: unknown field{hint}")
     return {k: tuple(v) if isinstance(v, list) else v for k, v in raw.items() if k in known}
 
 
@@ -57,9 +67,7 @@ class RopeScaling:
     def __post_init__(self) -> None:
         if self.rope_type != "yarn":
             _refuse("rope_scaling.", "rope_type", self.rope_type, "'yarn'")
-        for name in ("factor", "beta_fast", "beta_slow", "original_max_position_embeddings"):
-            if not getattr(self, name) > 0:
-                _refuse("rope_scaling.", name, getattr(self, name), "a positive number")
+        _check_ranges(self, limits.ROPE_SCALING, "rope_scaling.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,6 +111,7 @@ class VisionConfig:
     def __post_init__(self) -> None:
         if self.model_type != "deepseek_v41_vision":
             _refuse("vision_config.", "model_type", self.model_type, "'deepseek_v41_vision'")
+        _check_ranges(self, limits.VISION, "vision_config.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -203,16 +212,15 @@ class TextConfig:
             _refuse("text_config.", "ced_kv_from", self.ced_kv_from, f"one of {CED_KV_FROM}")
 
     def _check_sizes(self) -> None:
-        for name in (
-            "vocab_size hidden_size moe_intermediate_size num_hidden_layers num_attention_heads "
-            "head_dim qk_rope_head_dim q_lora_rank o_lora_rank o_groups sliding_window rope_theta "
-            "compress_rope_theta index_n_heads index_head_dim index_topk candidate_topk_blocks "
-            "candidate_block_size n_routed_experts num_experts_per_tok routed_scaling_factor "
-            "swiglu_limit rms_norm_eps initializer_range max_position_embeddings hc_mult "
-            "hc_sinkhorn_iters hc_eps"
-        ).split():
-            if not getattr(self, name) > 0:
-                _refuse("text_config.", name, getattr(self, name), "a positive number")
+        _check_ranges(self, limits.TEXT, "text_config.")
+        drafts = self.num_nextn_predict_layers * self.dspark_n_routed_experts
+        experts = self.num_hidden_layers * self.n_routed_experts + drafts
+        if experts > limits.MOST_EXPERTS:
+            want = f"at most {limits.MOST_EXPERTS} experts in all layers, these have {experts}"
+            _refuse("text_config.", "n_routed_experts", self.n_routed_experts, want)
+        if len(self.dspark_target_layer_ids) > self.num_hidden_layers:
+            want = f"at most num_hidden_layers = {self.num_hidden_layers} ids"
+            _refuse("text_config.", "dspark_target_layer_ids", self.dspark_target_layer_ids, want)
         if self.num_attention_heads % self.o_groups:
             _refuse("text_config.", "o_groups", self.o_groups, "a divisor of num_attention_heads")
         if self.num_experts_per_tok > self.n_routed_experts:
@@ -241,8 +249,13 @@ class TextConfig:
             if self.engram_num_embeddings:
                 _refuse("text_config.", "engram_num_embeddings", self.engram_num_embeddings, "[]")
             return
-        if self.engram_max_ngram_size < 2:
-            _refuse("text_config.", "engram_max_ngram_size", self.engram_max_ngram_size, ">= 2")
+        columns = len(self.engram_layer_ids) * self.engram_columns
+        if columns > limits.MOST_COLUMNS:
+            want = (
+                f"at most {limits.MOST_COLUMNS} columns (n-gram sizes from 2 on times heads) in "
+                f"all Engram layers, these have {columns}"
+            )
+            _refuse("text_config.", "engram_n_heads", self.engram_n_heads, want)
         if not 0 <= self.engram_pad_token_id < self.vocab_size:
             want = f"an id below vocab_size = {self.vocab_size}"
             _refuse("text_config.", "engram_pad_token_id", self.engram_pad_token_id, want)
@@ -295,6 +308,7 @@ class ModelConfig:
             _refuse("", "architectures", list(self.architectures), f"[{ARCHITECTURE!r}]")
         if self.dtype not in ("bfloat16", "float32"):
             _refuse("", "dtype", self.dtype, "'bfloat16' or 'float32'")
+        _check_ranges(self, limits.MODEL, "")
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             if not 0 <= getattr(self, name) < self.text_config.vocab_size:
                 want = f"an id below vocab_size = {self.text_config.vocab_size}"
@@ -312,13 +326,9 @@ class ModelConfig:
             path = path / "config.json" if path.is_dir() else path
             where = f"{path}: "
             try:
-                raw = json.loads(path.read_text(encoding="utf-8"))
-            except FileNotFoundError:
-                raise ConfigError(
-                    f"{path}: no such file; expected a released config.json"
-                ) from None
-            except (UnicodeDecodeError, json.JSONDecodeError) as error:
-                raise ConfigError(f"{path}: not valid JSON ({error})") from None
+                raw = read_object(path, expected="a released config.json")
+            except FileError as error:
+                raise ConfigError(str(error)) from None
         try:
             return cls._from_object(raw)
         except ConfigError as error:
@@ -330,7 +340,9 @@ class ModelConfig:
             raise ConfigError(f"got {type(raw).__name__}, expected a JSON object")
         if raw.get("model_type") != MODEL_TYPE:
             found = raw.get("model_type")
-            raise ConfigError(f"model_type: got {found!r}; the nearest supported is {MODEL_TYPE!r}")
+            raise ConfigError(
+                f"model_type: got {shown(found)}; the nearest supported is {MODEL_TYPE!r}"
+            )
         values = _read_fields(cls, raw, "")
         for name, part in (
             ("text_config", TextConfig),

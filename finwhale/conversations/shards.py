@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -23,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from finwhale.config.files import FileError, new_folder, read_bytes, read_object, shown, take
 from finwhale.conversations.tasks import CHAT_TASKS, HELD_OUT_SEED, chat_example
 from finwhale.data.build_corpus import read_record, read_side
 from finwhale.data.fetch import Progress
@@ -216,9 +215,7 @@ def write_chat_shards(
         "versions": {name: _version(name) for name in ("reasoning-gym", "deepseek-recipe")},
         "sides": {},
     }
-    out.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}-partial-"))
-    try:
+    with new_folder(out) as staging:
         for side, num_tokens in zip(SIDES, (train_tokens, validation_tokens), strict=True):
             filled, too_long = _fill_side(
                 tokenizer,
@@ -232,11 +229,6 @@ def write_chat_shards(
             )
             meta["sides"][side] = {**filled.write(staging, side), "too_long": too_long}
         (staging / _META).write_text(json.dumps(meta, indent=1) + "\n", "utf-8")
-        staging.chmod(0o755)
-        staging.rename(out)
-    except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
-        raise
     return meta
 
 
@@ -276,12 +268,19 @@ def read_chat_meta(folder: str | Path) -> dict[str, Any]:
     """Return meta.json of a chat shard folder; raise ShardError when there is none of ours."""
     file = Path(folder) / _META
     try:
-        meta = json.loads(file.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise ShardError(f"{file}: not readable ({error}); write the chat shards first") from None
-    known = isinstance(meta, dict) and meta.get("format") == FORMAT and "weights" in meta
-    if not known:
-        raise ShardError(f"{file}: expected chat shards of format {FORMAT}; write them again")
+        meta = read_object(file, expected="the record of chat shards")
+        if meta.get("format") != FORMAT or "weights" not in meta:
+            raise FileError(file, f"format: got {shown(meta.get('format'))}", f"{FORMAT}")
+        take(meta, "tokenizer_sha256", str, file)
+        for side in take(meta, "sides", dict, file):
+            entry, at = take(meta["sides"], side, dict, file, at="sides."), f"sides.{side}."
+            for name in ("tokens", "conversations"):
+                take(entry, name, int, file, at=at)
+            digests = take(entry, "sha256", dict, file, at=at)
+            for name in _FILES:
+                take(digests, name, str, file, at=f"{at}sha256.")
+    except FileError as error:
+        raise ShardError(f"{error}; write the chat shards first") from None
     return meta
 
 
@@ -304,7 +303,10 @@ def read_chat_shards(
     parts: dict[str, bytes] = {}
     for name, want in zip(_FILES, sizes, strict=True):
         file = folder / f"{side}.{name}"
-        data = file.read_bytes() if file.exists() else b""
+        try:
+            data = read_bytes(file, max_bytes=want, expected=f"{want} bytes")
+        except FileError as error:
+            raise ShardError(f"{error}; write it again") from None
         if len(data) != want:
             raise ShardError(f"{file}: got {len(data)} bytes, expected {want}; write it again")
         if verify and hashlib.sha256(data).hexdigest() != entry["sha256"][name]:

@@ -14,13 +14,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from finwhale.config.files import (
+    FileError,
+    kind_of_file,
+    new_folder,
+    parse_object,
+    read_object,
+    shown,
+    take,
+)
 from finwhale.data.clean import clean_text, dropped_document_reason
 from finwhale.data.deduplicate import SeenText
 from finwhale.data.fetch import Progress, fetch_all, read_documents, read_licence
@@ -192,9 +199,7 @@ def build_corpus(
         sources.append(_read(package, files[package.name], max_bytes))
     say("removing copies")
     _without_copies(sources)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}-partial-"))
-    try:
+    with new_folder(out) as staging:
         (staging / "licences").mkdir()
         entries = []
         for source in sources:
@@ -210,11 +215,6 @@ def build_corpus(
             "sources": entries,
         }
         (staging / _RECORD).write_text(json.dumps(record, indent=1) + "\n", "utf-8")
-        staging.chmod(0o755)
-        staging.rename(out)
-    except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
-        raise
     say(f"{out}: {record['digest'][:12]}")
     return record
 
@@ -223,11 +223,20 @@ def read_record(corpus: str | Path) -> dict:
     """Return the record of a corpus folder; raise CorpusFolderError when it has none of ours."""
     file = Path(corpus) / _RECORD
     try:
-        record = json.loads(file.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise CorpusFolderError(f"{file}: not readable ({error}); build the corpus first") from None
-    if not isinstance(record, dict) or record.get("format") != FORMAT:
-        raise CorpusFolderError(f"{file}: format: expected {FORMAT}; build the corpus again")
+        record = read_object(file, expected="the record of a corpus")
+        if record.get("format") != FORMAT:
+            raise FileError(file, f"format: got {shown(record.get('format'))}", f"{FORMAT}")
+        take(record, "digest", str, file)
+        for number, entry in enumerate(take(record, "sources", list, file)):
+            at = f"sources[{number}]."
+            name = take(take(entry, "record", dict, file, at=at), "name", str, file, at=at)
+            # The name becomes part of a path.
+            if Path(name).name != name:
+                raise FileError(file, f"{at}record.name: got {shown(name)}", "a plain name")
+            for side, values in take(entry, "sides", dict, file, at=at).items():
+                take(values, "documents", int, file, at=f"{at}sides.{side}.")
+    except FileError as error:
+        raise CorpusFolderError(f"{error}; build the corpus first") from None
     return record
 
 
@@ -240,10 +249,19 @@ def read_side(corpus: str | Path, side: str) -> Iterator[CorpusDocument]:
             continue
         file = Path(corpus) / side / f"{entry['record']['name']}.jsonl"
         found = 0
-        with file.open(encoding="utf-8") as stream:
-            for line in stream:
-                yield CorpusDocument(**json.loads(line))
-                found += 1
+        want = "a document of a corpus"
+        try:
+            if kind_of_file(file) != "a file":
+                raise FileError(file, kind_of_file(file), want)
+            with file.open("rb") as stream:
+                for line in stream:
+                    found += 1
+                    where = f"{file}: line {found}"
+                    row = parse_object(line, where, expected=want)
+                    names = ("name", "package", "text")
+                    yield CorpusDocument(**{n: take(row, n, str, where) for n in names})
+        except FileError as error:
+            raise CorpusFolderError(f"{error}; build the corpus again") from None
         expected = entry["sides"][side]["documents"]
         if found != expected:
             remedy = "the file is damaged, build the corpus again"

@@ -14,15 +14,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import numpy as np
 
+from finwhale.config.files import (
+    FileError,
+    kind_of_file,
+    new_folder,
+    read_object,
+    shown,
+    take,
+)
 from finwhale.data.build_corpus import SIDES, CorpusDocument, read_record, read_side
 from finwhale.data.fetch import sha256_of
 from finwhale.data.packing import pack
@@ -146,9 +152,7 @@ def write_shards(
     if out.exists():
         raise ShardError(f"{out}: is there already; delete it or choose another folder")
     corpus_digest = read_record(corpus)["digest"]
-    out.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}-partial-"))
-    try:
+    with new_folder(out) as staging:
         meta: dict[str, Any] = {
             "format": FORMAT,
             "corpus_digest": corpus_digest,
@@ -172,11 +176,6 @@ def write_shards(
             "padding_rate": packed.padding_rate,
         }
         (staging / _META).write_text(json.dumps(meta, indent=1) + "\n", "utf-8")
-        staging.chmod(0o755)
-        staging.rename(out)
-    except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
-        raise
     return meta
 
 
@@ -189,11 +188,25 @@ def read_meta(folder: str | Path) -> dict:
     """Return meta.json of a shard folder; raise ShardError when there is none of ours."""
     file = Path(folder) / _META
     try:
-        meta = json.loads(file.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise ShardError(f"{file}: not readable ({error}); write the shards first") from None
-    if not isinstance(meta, dict) or meta.get("format") != FORMAT:
-        raise ShardError(f"{file}: format: expected {FORMAT}; write the shards again")
+        meta = read_object(file, expected="the record of shards")
+        if meta.get("format") != FORMAT:
+            raise FileError(file, f"format: got {shown(meta.get('format'))}", f"{FORMAT}")
+        for name in ("tokenizer_sha256", "corpus_digest"):
+            take(meta, name, str, file)
+        for side in take(meta, "sides", dict, file):
+            entry = take(meta["sides"], side, dict, file, at="sides.")
+            for name in ("documents", "tokens", "bytes"):
+                take(entry, name, int, file, at=f"sides.{side}.")
+            for name in ("ids_sha256", "lengths_sha256"):
+                take(entry, name, str, file, at=f"sides.{side}.")
+            for number, source in enumerate(take(entry, "sources", list, file, at=f"{side}.")):
+                at = f"sides.{side}.sources[{number}]."
+                take(source, "name", str, file, at=at)
+                for name in ("first", "documents", "tokens", "bytes"):
+                    take(source, name, int, file, at=at)
+    except FileError as error:
+        when = "first" if error.found == "no such file" else "again"
+        raise ShardError(f"{error}; write the shards {when}") from None
     return meta
 
 
@@ -220,9 +233,10 @@ def read_shards(
         ("lengths", "<u4", entry["documents"]),
     ):
         file = folder / f"{side}.{name}"
-        size, want = (file.stat().st_size if file.exists() else 0), count * np.dtype(dtype).itemsize
-        if size != want:
-            raise ShardError(f"{file}: got {size} bytes, expected {want}; write the shards again")
+        kind, want = kind_of_file(file), count * np.dtype(dtype).itemsize
+        found = f"{file.stat().st_size} bytes" if kind == "a file" else kind
+        if found != f"{want} bytes":
+            raise ShardError(f"{file}: got {found}, expected {want} bytes; write the shards again")
         # An empty file cannot be mapped.
         arrays[name] = np.memmap(file, dtype, "r") if count else np.empty(0, dtype)
         if verify and sha256_of(file) != entry[f"{name}_sha256"]:
@@ -235,7 +249,10 @@ def read_shards(
         ids=arrays["ids"],
         lengths=lengths,
         num_bytes=entry["bytes"],
-        sources=tuple(ShardSource(**source) for source in entry["sources"]),
+        sources=tuple(
+            ShardSource(**{field.name: source[field.name] for field in fields(ShardSource)})
+            for source in entry["sources"]
+        ),
         tokenizer_sha256=meta["tokenizer_sha256"],
         corpus_digest=meta["corpus_digest"],
     )

@@ -33,6 +33,7 @@ from finwhale.cache.block_bytes import group_bytes
 from finwhale.cache.paged_pools import PagedLayout, PagedPools
 from finwhale.cache.prefix_index import PrefixIndex
 from finwhale.cache.prefix_key import Namespace
+from finwhale.checkpoint.budget import available_memory_bytes
 from finwhale.config import ConfigError
 from finwhale.config.engine import EngineConfig
 from finwhale.engine.hand_over import HandOver, HandOverError, decode, encode, read_sequence
@@ -87,10 +88,12 @@ class Engine:
             )
         except ValueError as error:
             raise ConfigError(str(error)) from None
+        self._source, self._ops = model, ops
         self.model = with_ops(model, ops)
         layout = PagedLayout(
             config=c, block_size=self.config.block_size, storage=self.config.storage
         )
+        _check_memory(layout, self.config)
         # Pools are written to outside of inference mode, too.
         with torch.inference_mode(mode=False):
             self.pools = PagedPools(
@@ -267,8 +270,7 @@ class Engine:
                 f"{params.max_new_tokens} behind a prompt of {len(prompt)}",
                 f"at most {c.max_position_embeddings} tokens in all (max_position_embeddings)",
             )
-        # Admission asks for the blocks of one token more than the prompt in any case.
-        if self.scheduler.num_blocks_for(max(longest, len(prompt) + 1)) > self.config.num_blocks:
+        if self.scheduler.num_blocks_for(longest) > self.config.num_blocks:
             raise RequestError(
                 "max_new_tokens",
                 f"{params.max_new_tokens} behind a prompt of {len(prompt)}",
@@ -319,12 +321,17 @@ class Engine:
         return len(self.scheduler.waiting) + sum(map(len, self._held.values()))
 
     def weights_changed(self) -> None:
-        """Forget every cached block: the caller has changed the model's weights in place.
+        """Serve the weights that the model has by now, and forget every cached block.
 
-        Raises RuntimeError while requests are being served, whose rows would mix both.
+        Weights may have changed in place, or have been put in the place of others, as by
+        `load_state_dict(assign=True)`. Raises RuntimeError while requests are being served, whose
+        rows would mix both, and ConfigError for weights that the engine cannot compute with.
         """
         if self._sequences:
             raise RuntimeError("weights_changed: requests are being served; finish them first")
+        if not _is_shared(self._source, self.model):
+            _check_model(self._source, self.config)
+            self.model = self.runner.model = with_ops(self._source, self._ops)
         self.index.clear()
         self.scheduler.windows.clear()
         self.namespace = replace(self.namespace, weights_digest=weights_digest(self.model))
@@ -568,11 +575,38 @@ def _check_model(model: Backbone, config: EngineConfig) -> None:
             "engine.storage: got 'fp4' for a model with cache_rounding off; use 'fp32' or turn "
             "cache_rounding on"
         )
-    if next(model.parameters()).device.type != "cpu":
-        raise ConfigError("device: expected a model on the CPU")
+    for name, parameter in model.named_parameters():
+        if parameter.device.type != "cpu" or parameter.dtype is not torch.float32:
+            raise ConfigError(
+                f"{name}: got {parameter.dtype} on {parameter.device}, expected torch.float32 on "
+                "the CPU"
+            )
     reason = encoder_only_unsupported(model.config.text_config)
     if config.prefill != "full" and reason is not None:
         raise ConfigError(f"engine.prefill: {config.prefill!r} is not possible, {reason}")
+
+
+def _check_memory(layout: PagedLayout, config: EngineConfig) -> None:
+    """Refuse pools that the memory cannot hold, before any is allocated."""
+    blocks = config.num_blocks * layout.block_bytes
+    slots = config.max_sequences * layout.slot_bytes
+    available = available_memory_bytes()
+    if available is not None and blocks + slots > available:
+        raise ConfigError(
+            f"engine: the pools need {blocks + slots:,} bytes, {available:,} are available: "
+            f"{blocks:,} for {config.num_blocks} blocks (engine.num_blocks) and {slots:,} for the "
+            f"windows of {config.max_sequences} sequences (engine.max_sequences), whose "
+            f"sliding_window is {layout.config.sliding_window}; expected less of these"
+        )
+
+
+def _is_shared(model: Backbone, twin: Backbone) -> bool:
+    """Return whether the twin still reads every tensor of the model and its id map."""
+    held = twin.state_dict()
+    return model.token_map is twin.token_map and all(
+        tensor.data_ptr() == held[name].data_ptr() and tensor.dtype is held[name].dtype
+        for name, tensor in model.state_dict().items()
+    )
 
 
 def _as_ids(prompt: Tokens[int]) -> list[int]:

@@ -35,7 +35,8 @@ def encoder_only_unsupported(config: TextConfig) -> str | None:
     later = owners[1:]
     if later and config.ced_kv_from == "layer_input":
         return f"decoder owners {later} compress their own hidden state (ced_kv_from: layer_input)"
-    engrams = [s.layer_id for s in decoder if s.has_engram and s.layer_id <= owners[-1]]
+    last = owners[-1] if owners else -1
+    engrams = [s.layer_id for s in decoder if s.has_engram and s.layer_id <= last]
     if engrams:
         return f"Engram at layers {engrams} changes what the decoder's owners read"
     return None

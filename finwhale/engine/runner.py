@@ -98,6 +98,9 @@ class Runner:
         forward = _Forward(self, works, after_layer)
         starts = [work.encoder_starts(len(self.encoder), window) for work in works]
         spans = [work.span for work in works]
+        if not self.encoder:
+            # The cut is the first layer: what leaves the encoder are the embedded rows.
+            forward.embed(spans)
         state = forward.run_half(self.encoder, spans, _columns(starts, len(self.encoder)))
         if self.makes_all_kv:
             forward.publish(spans, state)
@@ -173,6 +176,8 @@ class _Forward:
 
         starts  [layers + 1, S] first row into each layer, and behind that out of the last
         """
+        if not specs:
+            return None
         state, bounds = None, starts[:0]
         for n, spec in enumerate(specs):
             self._narrow(self._stops - starts[n])
@@ -189,6 +194,11 @@ class _Forward:
                 self._after_layer(spec.layer_id, self.streams, self.passes[-1])
         self._note_finite(self.counts, torch.isfinite(self.streams).flatten(2).all(-1)[0])
         return state
+
+    def embed(self, spans: Sequence[RowSpan]) -> None:
+        """Begin with all rows; no layer runs."""
+        starts = self._stops - self.counts
+        self._begin(spans, starts, starts)
 
     def publish(self, spans: Sequence[RowSpan], state: ForwardState | None) -> None:
         """Make the decoder's entries of tokens that have none, from the encoder's output.

@@ -1,8 +1,9 @@
 """Who runs in the next step, on which rows, and where their memory comes from.
 
 Rules, in this order:
-- Admission is first come, first served, into a free slot, when the blocks of the prompt and one
-  token more are free or can be evicted. Nobody overtakes the head of the queue.
+- Admission is first come, first served, into a free slot, when the blocks of the prompt and of one
+  token more, if one is to be drawn, are free or can be evicted. Nobody overtakes the head of the
+  queue.
 - Every decoding sequence gets its one row; the rest of the token budget is split evenly among the
   sequences that still read their prompt, so a long prompt cannot hold up a short one.
 - A sequence that finds no block takes memory from the youngest running one, which is preempted and
@@ -136,7 +137,7 @@ class Scheduler:
             if self._may_hit(sequence):
                 match = self.index.match(sequence.tokens, salt=sequence.salt)
             held = [] if match is None else match.blocks
-            needed = self.num_blocks_for(len(sequence.tokens) + 1) - len(held)
+            needed = self.num_blocks_for(sequence.num_held) - len(held)
             if needed > self._num_available():
                 for block in held:
                     self.allocator.release(block)
@@ -154,7 +155,7 @@ class Scheduler:
     def _num_available(self) -> int:
         # Blocks come row by row, so what those that run were let in for is not to be given twice.
         promised = sum(
-            max(0, self.num_blocks_for(len(other.tokens) + 1) - len(other.blocks))
+            max(0, self.num_blocks_for(other.num_held) - len(other.blocks))
             for other in self.running
         )
         return self.allocator.num_free + self.index.num_evictable - promised

@@ -81,6 +81,11 @@ class Sequence:
         return len(self.tokens) - self.num_prompt
 
     @property
+    def num_held(self) -> int:
+        """Tokens whose blocks a start asks for: one more than there are, if one may follow."""
+        return min(len(self.tokens) + 1, self.num_prompt + self.params.max_new_tokens)
+
+    @property
     def num_left(self) -> int:
         """Tokens that wait for their pass."""
         return len(self.tokens) - self.num_computed

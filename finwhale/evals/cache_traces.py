@@ -9,11 +9,14 @@ Source: spec/kv-cache.md section 6.
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from finwhale.config.files import FileError, kind_of_file, parse_object, read_object, take
+
+_MAX_TRACE_BYTES = 1 << 28
 
 
 class TraceError(ValueError):
@@ -84,14 +87,21 @@ def _request(at_s, conversation, row, ids, block_tokens) -> TraceRequest:
 
 def read_mooncake(path: Path, *, limit: int | None = None, block_tokens: int = 512) -> Trace:
     """Return a trace of one JSON object a line, times in ms, ids global."""
-    requests = []
-    with path.open(encoding="utf-8") as lines:
+    requests: list[TraceRequest] = []
+    kind = kind_of_file(path)
+    if kind != "a file":
+        raise TraceError(f"{path}: {kind}, expected a trace")
+    with path.open("rb") as lines:
         for line in lines:
-            row = json.loads(line)
-            sizes = row["input_length"], row["output_length"]
-            requests.append(
-                _request(row["timestamp"] / 1000, "", sizes, row["hash_ids"], block_tokens)
-            )
+            where = f"{path}: line {len(requests) + 1}"
+            try:
+                row = parse_object(line, where, expected="a request")
+                sizes = tuple(take(row, n, int, where) for n in ("input_length", "output_length"))
+                at_s = take(row, "timestamp", float, where) / 1000
+                ids = take(row, "hash_ids", list, where)
+            except FileError as error:
+                raise TraceError(str(error)) from None
+            requests.append(_request(at_s, "", sizes, ids, block_tokens))
             if len(requests) == limit:
                 break
     return _trace(path.stem, block_tokens, requests)
@@ -102,12 +112,16 @@ def read_agents(folder: Path) -> Trace:
     requests: list[TraceRequest] = []
     sizes: set[int] = set()
     for path in sorted(folder.glob("*.json")):
-        whole = json.loads(path.read_text(encoding="utf-8"))
-        sizes.add(whole["block_size"])
-        requests += [
-            _request(row["t"], path.stem, (row["in"], row["out"]), row["hash_ids"], max(sizes))
-            for row in whole["requests"]
-        ]
+        try:
+            whole = read_object(path, max_bytes=_MAX_TRACE_BYTES, expected="a conversation")
+            sizes.add(take(whole, "block_size", int, path))
+            for number, row in enumerate(take(whole, "requests", list, path)):
+                at = f"requests[{number}]."
+                counts = tuple(take(row, name, int, path, at=at) for name in ("in", "out"))
+                at_s, ids = (take(row, *x, path, at=at) for x in (("t", float), ("hash_ids", list)))
+                requests.append(_request(at_s, path.stem, counts, ids, max(1, *sizes)))
+        except FileError as error:
+            raise TraceError(str(error)) from None
     if len(sizes) != 1:
         raise TraceError(f"{folder}: block sizes {sorted(sizes)}, expected one of all files")
     return _trace("agents", sizes.pop(), requests)

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finwhale.config.files import FileError, parse_object, read_text
 from finwhale.config.model import ModelConfig
 from finwhale.config.presets import PRESETS, with_compressed_vocab
 from finwhale.data.fetch import sha256_of
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 RECORDS_FILE = "evaluation.jsonl"
 POSITIONS_FILE = "position_bits.png"
 _DPI = 110
+_MAX_RECORDS_BYTES = 1 << 28
 # Smaller divergences are the sum's own rounding.
 _LEAST = 1e-9
 # More lines than this cannot be told apart in one picture.
@@ -282,12 +284,21 @@ def write_report(
 
 
 def read_positions(folder: str | Path) -> dict[str, list[BucketBits]]:
-    """Return the buckets of a report by series: to draw several models in one figure."""
+    """Return the buckets of a report by series: to draw several models in one figure.
+
+    Raises FileError for a file that is none of a report's.
+    """
     fields = [field.name for field in dataclasses.fields(BucketBits)]
     found: dict[str, list[BucketBits]] = {}
-    for line in (Path(folder) / RECORDS_FILE).read_text(encoding="utf-8").splitlines():
-        record = json.loads(line)
-        if record["measure"] == "position_bits" and not record["whole"]:
+    path, want = Path(folder) / RECORDS_FILE, "the records of a report"
+    text = read_text(path, max_bytes=_MAX_RECORDS_BYTES, expected=want)
+    for number, line in enumerate(text.splitlines(), start=1):
+        where = f"{path}: line {number}"
+        record = parse_object(line, where, expected=want)
+        if record.get("measure") == "position_bits" and not record.get("whole"):
+            missing = sorted({"series", *fields} - set(record))
+            if missing:
+                raise FileError(where, f"no field {missing[0]}", want)
             bucket = BucketBits(**{name: record[name] for name in fields})
             found.setdefault(record["series"], []).append(bucket)
     return found

@@ -19,7 +19,11 @@ from typing import Any
 import tokenizers
 from tokenizers.pre_tokenizers import ByteLevel
 
+from finwhale.config.files import FileError, read_text
 from finwhale.text.special_tokens import BOS, EOS, PAD
+
+# The released file has 8 MB.
+_MAX_FILE_BYTES = 1 << 27
 
 
 class TokenizerError(ValueError):
@@ -69,13 +73,11 @@ class Tokenizer:
         """Read a `tokenizer.json`, or the one inside a checkpoint folder."""
         path = Path(path)
         path = path / "tokenizer.json" if path.is_dir() else path
+        want = "a released tokenizer.json (finwhale train-tokenizer writes one)"
         try:
-            source = path.read_text(encoding="utf-8")
-        except FileNotFoundError:
-            want = "a released tokenizer.json (finwhale train-tokenizer writes one)"
-            raise TokenizerError(f"{path}: no such file; expected {want}") from None
-        except UnicodeDecodeError as error:
-            raise TokenizerError(f"{path}: not UTF-8 ({error})") from None
+            source = read_text(path, max_bytes=_MAX_FILE_BYTES, expected=want)
+        except FileError as error:
+            raise TokenizerError(str(error)) from None
         return cls(source, str(path))
 
     @property

@@ -10,13 +10,13 @@ the presets expect it (`image_token_id = vocab_size - 1`). Same texts, same file
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable
 from pathlib import Path
 
 import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
+from finwhale.config.files import replace_file
 from finwhale.text.special_tokens import (
     CHAT_MARKERS,
     CORE_MARKERS,
@@ -81,10 +81,5 @@ def _write(engine: tokenizers.Tokenizer, path: Path) -> Path:
     for token in fields["added_tokens"]:
         token["special"] = token["content"] in HIDDEN_MARKERS
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("w", encoding="utf-8") as file:
-        json.dump(fields, file, ensure_ascii=False, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+    replace_file(path, json.dumps(fields, ensure_ascii=False, indent=1))
     return path

@@ -6,12 +6,14 @@ they were before the step: what a person who finds a stopped run in the morning 
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from finwhale.config.files import replace_file
 from finwhale.model import Backbone
 from finwhale.train.loss import Batch
 
@@ -19,8 +21,8 @@ FAILED_FILE = "failed_step.pt"
 
 
 def save_failed_batch(out: Path, batch: Batch, *, step: int, rows: Any, why: str) -> Path:
-    """Write the batch of the failing step and return the file."""
-    path = out / FAILED_FILE
+    """Write the batch of the failing step and return the file. Raises FileError."""
+    path, held = out / FAILED_FILE, io.BytesIO()
     torch.save(
         {
             "step": step,
@@ -30,8 +32,9 @@ def save_failed_batch(out: Path, batch: Batch, *, step: int, rows: Any, why: str
             "targets": batch.targets,
             "lengths": [list(row) for row in batch.packing.lengths],
         },
-        path,
+        held,
     )
+    replace_file(path, held.getvalue())
     return path
 
 

@@ -24,6 +24,7 @@ import torch
 from rich.console import Console
 
 from finwhale.baselines.dense_baseline import dense_baseline
+from finwhale.config.files import FileError
 from finwhale.config.model import ModelConfig
 from finwhale.config.presets import window_only
 from finwhale.config.run import RunConfig
@@ -206,11 +207,17 @@ class _Run:
             load_weights(Path(run.init_from), self.model)
         self.training = TrainStep(run, self.model, self.optimizers)
         self.step = counters["step"] if counters else 0
+        if self.step > run.schedule.steps:
+            raise StateError(
+                f"{out / STATE_FILE}: step: got {self.step}, expected at most "
+                f"{run.schedule.steps}, the steps of this run"
+            )
         self.elapsed_before_s = counters["elapsed_s"] if counters else 0.0
         self.saved_step = self.step
         self.metrics = record.Metrics(out, counters["metrics_bytes"] if counters else 0)
         self.events = Events(out, self.step)
-        self.recent = [r["loss"] for r in record.read_metrics(out) if "loss" in r][-_SPIKE_WINDOW:]
+        losses = [r.get("loss") for r in record.read_metrics(out)]
+        self.recent = [loss for loss in losses if isinstance(loss, float)][-_SPIKE_WINDOW:]
         self.facts = self._facts(resolved, recipe, earlier)
         record.write_json(out / record.RUN_FILE, self.facts)
         self.started_s = time.perf_counter()
@@ -388,17 +395,23 @@ class _Run:
 
     def _stopped(self, why: str, batch: Batch, rows: np.ndarray) -> TrainingError:
         """Return the error of a step that was not taken, its layer found and its batch kept."""
-        path = diagnose.save_failed_batch(self.out, batch, step=self.step + 1, rows=rows, why=why)
+        step = self.step + 1
+        try:
+            path = diagnose.save_failed_batch(self.out, batch, step=step, rows=rows, why=why)
+            batch_in = f"batch in {path}"
+        except FileError as error:
+            # The step's own message must survive, whatever keeping the batch meets.
+            batch_in = f"the batch is lost ({error})"
         try:
             traces = self.training.traces(batch, self.step)
             found = diagnose.first_bad_layer(traces, len(self.model.specs))
         except (RuntimeError, MemoryError) as error:
-            # The step's own message must survive, whatever looking for the layer runs into.
+            # The step's own message must survive, whatever looking for the layer meets.
             found = f"the layer was not found ({error})"
         if "all streams are finite" in found and "norm" in why:
             found = diagnose.bad_gradients(self.model)
         kept = f"; the state after step {self.saved_step} is kept" if self.saved_step else ""
-        return TrainingError(f"step {self.step + 1}: {why}. {found}; batch in {path}{kept}")
+        return TrainingError(f"step {step}: {why}. {found}; {batch_in}{kept}")
 
     def _save(self) -> None:
         for name, tensor in self.model.trained_tensors().items():

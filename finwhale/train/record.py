@@ -7,6 +7,8 @@ on one machine write the same numbers.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import math
 import os
@@ -19,6 +21,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from finwhale.config.files import (
+    FileError,
+    kind_of_file,
+    not_written,
+    parse_object,
+    read_object,
+    read_text,
+    replace_file,
+    take,
+)
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -27,10 +40,11 @@ METRICS_FILE = "metrics.jsonl"
 CURVE_FILE = "loss.png"
 INDEXER_FILE = "indexer.png"
 TIMING_FIELDS = ("tokens_per_s", "elapsed_s")
+_MAX_METRICS_BYTES = 1 << 30
 
 
 class RunFolderError(ValueError):
-    """A folder that already holds another run."""
+    """A folder that already holds another run, or whose records are damaged."""
 
 
 def source_commit() -> dict[str, Any] | None:
@@ -78,9 +92,7 @@ def device_name(device: str = "cpu") -> str:
 
 def write_json(path: Path, value: Any) -> None:
     """Replace a JSON file at once."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(partial, path)
+    replace_file(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 
 def claim_folder(out: Path, resolved: dict[str, Any], digest: str) -> dict[str, Any]:
@@ -89,12 +101,15 @@ def claim_folder(out: Path, resolved: dict[str, Any], digest: str) -> dict[str, 
     Raises RunFolderError if it belongs to a run that differs, naming the first field.
     """
     path = out / RUN_FILE
-    if not path.exists():
+    if kind_of_file(path) == "no such file":
         return {}
     try:
-        earlier = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise RunFolderError(f"{path}: not valid JSON ({error}); choose another folder") from None
+        earlier = read_object(path, expected="the record of a run")
+        for name, kind in (("started", str), ("resumed_at_steps", list)):
+            if name in earlier:
+                take(earlier, name, kind, path)
+    except FileError as error:
+        raise RunFolderError(f"{error}; choose another folder") from None
     wanted = {"config": json.loads(json.dumps(resolved)), "data_digest": digest}
     for key, want in wanted.items():
         difference = _first_difference(_compared(earlier.get(key)), _compared(want), key)
@@ -127,26 +142,54 @@ class Metrics:
     """Appends to `metrics.jsonl`. `length_bytes` is the length after the last whole line."""
 
     def __init__(self, out: Path, keep_bytes: int) -> None:
+        """Open the file and cut it back to `keep_bytes`.
+
+        Raises RunFolderError if it is shorter, so that lines of earlier steps are missing.
+        """
         self._path = out / METRICS_FILE
-        self._path.touch()
-        os.truncate(self._path, keep_bytes)
-        self._file = self._path.open("ab")
+        kind = kind_of_file(self._path)
+        size = self._path.stat().st_size if kind == "a file" else 0
+        if size < keep_bytes or kind not in ("a file", "no such file"):
+            found = f"{size} bytes" if kind == "a file" else kind
+            raise RunFolderError(
+                f"{self._path}: {found}, expected {keep_bytes} bytes or more, which the training "
+                "state counts; bring the file back, or choose another folder"
+            )
+        try:
+            self._path.touch()
+            os.truncate(self._path, keep_bytes)
+            self._file = self._path.open("ab")
+        except OSError as error:
+            raise RunFolderError(str(not_written(self._path, error))) from None
         self.length_bytes = keep_bytes
 
     def write(self, record: dict[str, Any]) -> None:
         line = (json.dumps(record) + "\n").encode()
-        self._file.write(line)
-        self._file.flush()
+        try:
+            self._file.write(line)
+            self._file.flush()
+        except OSError as error:
+            raise RunFolderError(str(not_written(self._path, error))) from None
         self.length_bytes += len(line)
 
     def close(self) -> None:
-        self._file.close()
+        # What could not be written is reported by `write`.
+        with contextlib.suppress(OSError):
+            self._file.close()
 
 
 def read_metrics(out: Path) -> list[dict[str, Any]]:
-    """Return the records of `metrics.jsonl` in order."""
-    text = (out / METRICS_FILE).read_text(encoding="utf-8")
-    return [json.loads(line) for line in text.splitlines()]
+    """Return the records of `metrics.jsonl` in order. Raises RunFolderError for a damaged line."""
+    path, want = out / METRICS_FILE, "the metrics of a run"
+    try:
+        text = read_text(path, max_bytes=_MAX_METRICS_BYTES, expected=want)
+        lines = text.splitlines()
+        return [
+            parse_object(line, f"{path}: line {number}", expected=want)
+            for number, line in enumerate(lines, start=1)
+        ]
+    except FileError as error:
+        raise RunFolderError(f"{error}; bring the file back, or choose another folder") from None
 
 
 def curve(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -177,7 +220,7 @@ def draw_curve(
 ) -> Path:
     """Write the picture of `loss_figure` and return the file."""
     figure = loss_figure(read_metrics(out), baselines, bytes_per_token, is_task=is_task)
-    figure.savefig(out / CURVE_FILE, dpi=110)
+    _save_figure(figure, out / CURVE_FILE)
     return out / CURVE_FILE
 
 
@@ -186,8 +229,14 @@ def draw_indexer(out: Path) -> Path | None:
     figure = indexer_figure(read_metrics(out))
     if figure is None:
         return None
-    figure.savefig(out / INDEXER_FILE, dpi=110)
+    _save_figure(figure, out / INDEXER_FILE)
     return out / INDEXER_FILE
+
+
+def _save_figure(figure: Figure, path: Path) -> None:
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=110)
+    replace_file(path, drawn.getvalue())
 
 
 def _figure() -> Figure:

@@ -16,7 +16,7 @@ from torch import Tensor
 from finwhale.checkpoint.hashed_weights import hashed_source
 from finwhale.checkpoint.load import load_model
 from finwhale.checkpoint.save import TensorSource, save_checkpoint, save_tensors
-from finwhale.checkpoint.toy_tokenizer import toy_tokenizer_config_json, toy_tokenizer_json
+from finwhale.checkpoint.toy_tokenizer import toy_tokenizer_json
 from finwhale.config.inventory import TensorSpec
 from tests.oracles.geometries import RUNS, SEED, GoldenRun
 
@@ -48,10 +48,7 @@ def write_checkpoint(run: GoldenRun, out: Path) -> Path:
         oracle_source(run),
         out,
         quantized=run.quantized,
-        extra_files={
-            "tokenizer.json": tokenizer.encode(),
-            "tokenizer_config.json": toy_tokenizer_config_json().encode(),
-        },
+        extra_files={"tokenizer.json": tokenizer.encode()},
         overwrite=True,
     )
     return out

@@ -195,7 +195,6 @@ def copies_part(model: Path, bf16_model: Path, work: Path) -> None:
     """Write DIR/shipped, DIR/bf16 and DIR/dequantised: the shipped weights as BF16, exactly."""
     from finwhale.checkpoint.load import load_model
     from finwhale.checkpoint.save import save_checkpoint
-    from finwhale.checkpoint.toy_tokenizer import toy_tokenizer_config_json
 
     shutil.copytree(model, work / "shipped")
     shutil.copytree(bf16_model, work / "bf16")
@@ -206,9 +205,7 @@ def copies_part(model: Path, bf16_model: Path, work: Path) -> None:
         tokenizer_file=model / "tokenizer.json",
     )
     # ftllm asks for the file, and reads nothing from it that ids need.
-    for name in ("shipped", "bf16", "dequantised"):
-        config = work / name / "tokenizer_config.json"
-        config.write_text(toy_tokenizer_config_json(), encoding="utf-8")
+    shutil.copy(work / "dequantised" / "tokenizer_config.json", work / "bf16")
 
 
 def commit() -> str:

@@ -215,7 +215,7 @@ def test_damaged_folder_is_refused(tmp_path, packages):
         list(read_side(tmp_path / "out", "train"))
     record = read_record(tmp_path / "out") | {"format": 2}
     (tmp_path / "out" / "corpus.json").write_text(json.dumps(record))
-    with pytest.raises(CorpusFolderError, match="format: expected 1"):
+    with pytest.raises(CorpusFolderError, match="format: got 2, expected 1"):
         read_record(tmp_path / "out")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from pathlib import Path
 
 import pytest
@@ -102,12 +103,14 @@ def test_caps_hold_and_no_document_takes_more_than_a_tenth(library, cap):
 
 def test_too_little_text_is_refused_with_a_remedy(tmp_path):
     (tmp_path / "a.py").write_text("x = 1\n")
-    with pytest.raises(CorpusError, match=r"training text: found 6 bytes, expected 1000; .*--set"):
+    with pytest.raises(
+        CorpusError, match=r"training text: found 4 bytes in 1 files, expected 1000 for data"
+    ):
         read_corpus(tmp_path, max_train_bytes=4000, max_validation_bytes=400)
 
 
 def test_missing_folder_is_refused(tmp_path):
-    with pytest.raises(CorpusError, match="no such folder"):
+    with pytest.raises(CorpusError, match="no such file or folder"):
         read_corpus(tmp_path / "nowhere", **SIZES)
 
 
@@ -116,3 +119,51 @@ def test_installed_library_has_text_on_both_sides():
     assert 200_000 < corpus.train_bytes <= 400_000
     assert 20_000 < corpus.validation_bytes <= 40_000
     assert not {d.file for d in corpus.train} & {d.file for d in corpus.validation}
+
+
+BOOK = "".join(f"line {n} of the book, which tells of whales\n" for n in range(5000))  # 214 kB
+
+
+@pytest.mark.parametrize("as_folder", [False, True], ids=["file", "folder"])
+def test_one_book_is_enough_and_its_last_tenth_is_held_out(tmp_path, as_folder):
+    """Case T1: the tenth of the cap that one document may take left 20 kB of any book."""
+    (tmp_path / "book.txt").write_text(BOOK)
+    root = tmp_path if as_folder else tmp_path / "book.txt"
+    corpus = read_corpus(root, max_train_bytes=6_000_000, max_validation_bytes=60_000)
+    (train,), (held_out,) = corpus.train, corpus.validation
+    assert train.text + held_out.text == BOOK
+    assert train.text.endswith("\n")
+    assert 0.88 * len(BOOK) < len(train.text) <= 0.9 * len(BOOK)
+
+
+@pytest.mark.parametrize("text", [BOOK, BOOK.replace("\n", " "), "鯨" * 60_000])
+def test_caps_hold_for_one_file_of_any_lines(tmp_path, text):
+    file = tmp_path / "book"  # a file that is named may have any suffix
+    file.write_text(text)
+    corpus = read_corpus(file, max_train_bytes=70_000, max_validation_bytes=10_000)
+    assert 65_000 < corpus.train_bytes <= 70_000
+    assert 9_900 < corpus.validation_bytes <= 10_000
+    (train,), (held_out,) = corpus.train, corpus.validation
+    assert text.startswith(train.text)
+    assert held_out.text in text[len(text) * 8 // 10 :]
+
+
+def test_message_names_the_side_and_the_cap_at_fault(tmp_path):
+    (tmp_path / "book.txt").write_text(BOOK[:40_000])
+    with pytest.raises(CorpusError, match=r"training text: found 3\d{4} bytes in 1 files") as error:
+        read_corpus(tmp_path, max_train_bytes=6_000_000, max_validation_bytes=60_000)
+    assert "data.train_bytes = 6000000" in str(error.value)
+    # What the message advises works.
+    read_corpus(tmp_path, max_train_bytes=100_000, max_validation_bytes=10_000)
+
+
+def test_what_is_no_text_is_refused_or_counted(tmp_path):
+    (tmp_path / "book.txt").write_text(BOOK)
+    os.mkfifo(tmp_path / "pipe.txt")
+    corpus = read_corpus(tmp_path, max_train_bytes=400_000, max_validation_bytes=40_000)
+    assert corpus.num_unreadable == 1
+    with pytest.raises(CorpusError, match=r"pipe\.txt: a pipe"):
+        read_corpus(tmp_path / "pipe.txt", max_train_bytes=400_000, max_validation_bytes=40_000)
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    with pytest.raises(CorpusError, match=r"latin\.txt: not UTF-8 \(byte 3\)"):
+        read_corpus(tmp_path / "latin.txt", max_train_bytes=400_000, max_validation_bytes=40_000)

@@ -167,8 +167,10 @@ def test_a_prompt_that_fills_the_pool_is_refused_where_it_could_never_start(mode
     engine = engine_of(model, num_blocks=8)
     params = SamplingParams(max_new_tokens=0, prompt_logprobs=0)
     with pytest.raises(RequestError, match="num_blocks"):
-        engine.add(IDS[:64], params)
-    engine.add(IDS[:63], params, request_id="a")
+        engine.add(IDS[:65], params)
+    with pytest.raises(RequestError, match="at most 64 tokens in all"):
+        engine.add(IDS[:64], replace(params, max_new_tokens=1))
+    engine.add(IDS[:64], params, request_id="a")
     engine.add(IDS[:5], GREEDY, request_id="b")
     served = drain(engine)
     assert {name for name, one in served.items() if one.reason == "length"} == {

@@ -1,13 +1,15 @@
 """State files: atomic, described without torch."""
 
+import json
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from finwhale.cache.sequence_state import SequenceState, fresh_state
+from finwhale.cache.sequence_state import SequenceState, StateError, fresh_state
 from finwhale.cache.state_file import describe, write_state
 from finwhale.engine.step import forward_step
 from tests.models import token_ids, unit_model
@@ -60,10 +62,55 @@ def test_bytes_are_flushed_before_they_take_the_name(tmp_path, monkeypatch):
 def test_other_files_are_refused_by_name(tmp_path, content):
     file = tmp_path / "state"
     file.write_bytes(content)
-    with pytest.raises(ValueError, match=r"state: not a state file, expected finwhale-"):
+    with pytest.raises(ValueError, match=r"/state: .*, expected "):
         describe(file)
 
 
 def test_description_needs_no_torch():
     code = "import sys, finwhale.cache.state_file; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("kind", ["a pipe", "a folder", "a device"])
+def test_what_is_no_file_is_named(tmp_path, kind):
+    file = tmp_path / "state"
+    makers = {"a pipe": os.mkfifo, "a folder": Path.mkdir}
+    makers.get(kind, lambda path: path.symlink_to("/dev/zero"))(file)
+    with pytest.raises(ValueError, match=rf"/state: {kind}, expected finwhale-sequence-state"):
+        describe(file)
+
+
+@pytest.mark.parametrize("facts", ["[" * 100_000, "{", '{"a": ' + "9" * 5000 + "}", "[]"])
+def test_facts_of_another_form_are_refused_by_name(tmp_path, facts):
+    header = json.dumps({"__metadata__": {"facts": facts}}).encode()
+    (tmp_path / "state").write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(ValueError, match=r"/state: .*, expected "):
+        describe(tmp_path / "state")
+
+
+def test_a_flipped_bit_anywhere_is_refused():
+    """The digest covers what is said of the tensors, not their bytes alone."""
+    blob, draw = state_of(30).to_bytes(), random.Random(0)
+    size = 8 + int.from_bytes(blob[:8], "little")
+    c, numerics = MODEL.config.text_config, str(MODEL.numerics)
+    for place in (*range(size), *(draw.randrange(size, len(blob)) for _ in range(100))):
+        damaged = bytearray(blob)
+        damaged[place] ^= 1 << draw.randrange(8)
+        with pytest.raises(StateError, match=r"^state: "):
+            SequenceState.from_bytes(bytes(damaged), c, numerics)
+    assert SequenceState.from_bytes(blob, c, numerics).num_tokens == 30
+
+
+@pytest.mark.parametrize(
+    ("fact", "value"), [("num_tokens", 29), ("max_rollback", 3), ("needs_replay", True)]
+)
+def test_a_changed_fact_is_refused(fact, value):
+    blob = state_of(30).to_bytes()
+    size = int.from_bytes(blob[:8], "little")
+    header = json.loads(blob[8 : 8 + size])
+    facts = json.loads(header["__metadata__"]["facts"])
+    header["__metadata__"]["facts"] = json.dumps({**facts, fact: value})
+    raw = json.dumps(header).encode()
+    changed = len(raw).to_bytes(8, "little") + raw + blob[8 + size :]
+    with pytest.raises(StateError, match="damaged"):
+        SequenceState.from_bytes(changed, MODEL.config.text_config, str(MODEL.numerics))

@@ -117,9 +117,10 @@ def test_a_failed_save_keeps_the_state_before(tmp_path, monkeypatch):
         raise OSError("disk full")
 
     monkeypatch.setattr(state.torch, "save", torn)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(StateError, match=r"state\.pt: not written \(disk full\)"):
         save_state(tmp_path, model, optimizer, **{**COUNTERS, "step": 8})
     assert (tmp_path / state.STATE_FILE).read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == [state.STATE_FILE]
 
 
 def test_damaged_state_is_refused_by_name(tmp_path):
@@ -138,7 +139,7 @@ def test_state_of_another_model_is_refused_by_tensor(tmp_path):
 
 def test_state_of_another_format_is_refused(tmp_path):
     torch.save({"format": 0}, tmp_path / state.STATE_FILE)
-    with pytest.raises(StateError, match="format: got 0, expected 2"):
+    with pytest.raises(StateError, match="format: got 0, expected 3"):
         load_state(tmp_path, *_fresh(0))
 
 
