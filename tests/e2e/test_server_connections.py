@@ -194,6 +194,23 @@ def test_a_full_server_refuses_at_once_and_serves_when_there_is_room(tokenizer):
         until(lambda: figure(world, "responses_in_flight") == 1)
 
 
+def test_a_young_connection_is_not_closed_to_make_room(tokenizer):
+    with serving(tokenizer, max_connections=4, header_timeout_s=60) as world:
+        for _ in range(3):
+            # Whenever they come: its age is its own, and not that of a tick of the server's clock.
+            time.sleep(0.35)
+            young = [connect(world) for _ in range(4)]
+            with connect(world) as refused:
+                assert rest(refused).startswith(b"HTTP/1.1 503 ")
+            for connection in young:
+                connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+                assert rest(connection).startswith(b"HTTP/1.1 200 ")
+                connection.close()
+            # All are closed on the server's side too before the next four come.
+            until(lambda: figure(world, "open_connections") == 1)
+        assert ended(world, "no_room") == 0
+
+
 def test_idle_connections_make_room_the_oldest_first(tokenizer):
     with serving(tokenizer, max_connections=4, header_timeout_s=60) as world:
         idle = []
@@ -265,6 +282,23 @@ def test_a_reader_that_does_not_read_is_ended_whatever_it_asked_for(tokenizer, a
         for connection in stalled:
             assert len(rest(connection)) < BIG
             connection.close()
+
+
+def test_an_answer_that_never_ends_is_cut_off_however_fast_it_is_read(tokenizer):
+    limits = {"request_timeout_s": 0.5, "body_timeout_s": 0.2, "write_timeout_s": 0.5}
+    with serving(tokenizer, **limits) as world, connect(world) as fast:
+        fast.sendall(ASK_ENDLESS)
+        assert len(rest(fast)) > 1_000_000
+        until(lambda: ended(world, "slow_reader") == 1)
+        # The time is that of one answer, and not of the connection.
+        with connect(world) as kept:
+            for _ in range(6):
+                kept.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+                told = b""
+                while not told.endswith(b"}"):
+                    told += kept.recv(4096)
+                time.sleep(0.3)
+            assert ended(world, "slow_reader") == 1
 
 
 def test_a_slow_reader_gets_all_of_it(tokenizer):
