@@ -58,6 +58,8 @@ _SEND_BUFFER_BYTES = 128 << 10
 # So much must leave within write_timeout_s, or everything.
 _LEAST_PROGRESS_BYTES = 64 << 10
 _LOG_INTERVAL_S = 10.0
+# What may wait behind the request that is being answered.
+_PIPELINED_BYTES = 64 << 10
 
 
 def connection_limit(wanted: int) -> int:
@@ -241,6 +243,13 @@ class Connection(H11Protocol):
         super().handle_events()
         if self._has_request:
             self.registry.begin(self)
+        # uvicorn stops reading at a second request, and would not see that the client leaves.
+        if self.flow.read_paused and self.conn.their_state is h11.DONE:
+            if len(self.conn.trailing_data[0]) <= _PIPELINED_BYTES:
+                self.flow.resume_reading()
+            else:
+                self.registry.note("pipelined")
+                self.transport.abort()
 
     def on_response_complete(self) -> None:
         """Wait for the next request, which may be here already."""

@@ -76,6 +76,12 @@ def rest(connection):
     return found
 
 
+def post(path, body):
+    raw = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    return f"{head}content-length: {len(raw)}\r\n\r\n".encode() + raw
+
+
 def health(world):
     connection = http.client.HTTPConnection(*world.address, timeout=10)
     connection.request("GET", "/health")
@@ -329,13 +335,8 @@ def test_a_stream_whose_reader_stalls_is_cancelled_in_the_engine(tokenizer):
 
         world.engine._end = noted
         body = {"prompt": "hi", "max_tokens": 3800, "logprobs": 5, "stream": True}
-        raw = json.dumps(body).encode()
-        head = (
-            "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-            f"content-length: {len(raw)}\r\n\r\n"
-        )
         with connect(world, 1024) as stalled:
-            stalled.sendall(head.encode() + raw)
+            stalled.sendall(post("/v1/completions", body))
             until(lambda: world.service.worker.num_in_flight == 1)
             until(lambda: ended(world, "slow_reader") == 1, seconds=20)
             until(lambda: world.service.worker.num_in_flight == 0)
@@ -344,6 +345,29 @@ def test_a_stream_whose_reader_stalls_is_cancelled_in_the_engine(tokenizer):
         assert 0 < cut[0][1] < 3800
         world.engine.step_s = 0.0
         assert world.chat("fine").choices[0].message.content == "fine"
+
+
+def test_requests_in_one_packet_are_answered_in_order_and_hide_no_client_that_leaves(tokenizer):
+    with serving(tokenizer) as world:
+        world.parts = ("one", " two")
+        ask = post("/v1/completions", {"prompt": "hi", "max_tokens": 20})
+        with connect(world) as both:
+            both.sendall(ask + b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+            told = rest(both)
+        assert told.count(b"HTTP/1.1 200 ") == 2
+        assert told.index(b"one two") < told.index(b'"status":"ok"')
+        world.parts = ("x" * 3000,)
+        world.engine.step_s = 0.01
+        ask = post("/v1/completions", {"prompt": "hi", "max_tokens": 3000})
+        for behind in (b"", b"GET /health HTTP/1.1\r\n", ask, b"x" * 1000, ask * 3, ask * 9000):
+            with connect(world) as leaving:
+                leaving.sendall(ask)
+                until(lambda: world.service.worker.num_in_flight == 1)
+                # While the first is being answered.
+                with contextlib.suppress(ConnectionError):
+                    leaving.sendall(behind)
+            until(lambda: world.service.worker.num_in_flight == 0)
+        until(lambda: ended(world, "pipelined") == 1)
 
 
 def test_a_gap_of_the_event_loop_is_nobodys_slowness(tokenizer):
