@@ -126,7 +126,7 @@ class Connections:
                 return False
             self._end_waiting(idle, "no_room")
         self._open.add(connection)
-        connection.progress_s = self.now_s
+        connection.begun_s = connection.progress_s = self.now_s
         self.wait(connection)
         return True
 
@@ -168,6 +168,8 @@ class Connections:
         connection.end_waiting()
 
     def _sweep(self) -> None:
+        # First, so that nothing below can end the limits.
+        self._timer = asyncio.get_running_loop().call_later(self._interval_s, self._sweep)
         self._clock_s, self._swept_at = self.now_s, time.monotonic()
         for connection in list(self._waiting):
             if self._clock_s - connection.waits_since_s < self._header_timeout_s:
@@ -186,9 +188,9 @@ class Connections:
             )
             self._told_at = self._swept_at
             self._untold.clear()
-        is_needed = self._open or self._untold
-        loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(self._interval_s, self._sweep) if is_needed else None
+        if not self._open and not self._untold:
+            self._timer.cancel()
+            self._timer = None
 
     def _figures(self) -> Gauges:
         found = list(self._open)
