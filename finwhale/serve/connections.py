@@ -13,7 +13,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import socket
+import time
 from collections import Counter
 from collections.abc import MutableMapping
 from typing import Any, cast
@@ -54,8 +56,10 @@ _EVICTABLE_TRIES = 8
 # reader's progress is seen in steps of about this size.
 _SEND_BUFFER_BYTES = 128 << 10
 # So much must leave within write_timeout_s, or everything.
-_LEAST_PROGRESS_BYTES = 16 << 10
+_LEAST_PROGRESS_BYTES = 64 << 10
 _LOG_INTERVAL_S = 10.0
+# What may wait behind the request that is being answered.
+_PIPELINED_BYTES = 64 << 10
 
 
 def connection_limit(wanted: int) -> int:
@@ -76,7 +80,7 @@ def connection_limit(wanted: int) -> int:
 
 
 class Connections:
-    """The open connections of one server; every method is called in its event loop.
+    """The open connections of one server; every method is called in its event loop but `_figures`.
 
     limit  connections that may be open, at most `max_connections`
     """
@@ -86,6 +90,9 @@ class Connections:
         self.limit = connection_limit(config.max_connections)
         self._header_timeout_s = config.header_timeout_s
         self._write_timeout_s = config.write_timeout_s
+        # The answer's own limit is the first one that is met: it can still say so.
+        waits_s = config.body_timeout_s + config.write_timeout_s
+        self._answer_timeout_s = config.request_timeout_s + waits_s
         self._interval_s = min(1.0, config.header_timeout_s / 4, config.write_timeout_s / 4)
         self._metrics = metrics
         self._open: set[Connection] = set()
@@ -93,11 +100,15 @@ class Connections:
         self._waiting: dict[Connection, None] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._swept_at = 0.0
-        # Seconds that the event loop ran: its own gaps are nobody's slowness.
         self._clock_s = 0.0
         self._untold: Counter[str] = Counter()
-        self._told_at = -_LOG_INTERVAL_S
+        self._told_at = -math.inf
         metrics.watch(self._figures)
+
+    @property
+    def now_s(self) -> float:
+        """Seconds that the event loop has run: its own gaps are nobody's slowness."""
+        return self._clock_s + min(time.monotonic() - self._swept_at, 2 * self._interval_s)
 
     def protocol(self) -> type[Connection]:
         """Return the class for `uvicorn.Config(http=...)`."""
@@ -106,9 +117,8 @@ class Connections:
     def open(self, connection: Connection) -> bool:
         """Take a new connection; return False if there is no room for it."""
         if self._timer is None:
-            loop = asyncio.get_running_loop()
-            self._swept_at = loop.time()
-            self._timer = loop.call_later(self._interval_s, self._sweep)
+            self._clock_s, self._swept_at = self.now_s, time.monotonic()
+            self._timer = asyncio.get_running_loop().call_later(self._interval_s, self._sweep)
         if len(self._open) >= self.limit:
             idle = self._idle()
             if idle is None:
@@ -116,19 +126,21 @@ class Connections:
                 return False
             self._end_waiting(idle, "no_room")
         self._open.add(connection)
-        connection.progress_s = self._clock_s
+        connection.begun_s = connection.progress_s = self.now_s
         self.wait(connection)
         return True
 
     def wait(self, connection: Connection) -> None:
         """Count the time of `connection` to a request header from this moment."""
-        connection.waits_since_s = self._clock_s
+        connection.waits_since_s = self.now_s
         self._waiting.pop(connection, None)
         self._waiting[connection] = None
 
     def begin(self, connection: Connection) -> None:
         """Take a connection whose request header has come."""
-        self._waiting.pop(connection, None)
+        if connection in self._waiting:
+            del self._waiting[connection]
+            connection.begun_s = self.now_s
 
     def lost(self, connection: Connection) -> None:
         """Forget a connection that is closed."""
@@ -143,7 +155,7 @@ class Connections:
     def _idle(self) -> Connection | None:
         """Return one of the connections that have idled longest, if closing it makes room."""
         for connection in itertools.islice(self._waiting, _EVICTABLE_TRIES):
-            if self._clock_s - connection.waits_since_s < _EVICTABLE_AFTER_S:
+            if self.now_s - connection.waits_since_s < _EVICTABLE_AFTER_S:
                 break
             # One with an answer that nobody reads would stay open.
             if not connection.is_answering:
@@ -156,27 +168,29 @@ class Connections:
         connection.end_waiting()
 
     def _sweep(self) -> None:
-        loop = asyncio.get_running_loop()
-        now_s = loop.time()
-        self._clock_s += min(now_s - self._swept_at, 2 * self._interval_s)
-        self._swept_at = now_s
+        # First, so that nothing below can end the limits.
+        self._timer = asyncio.get_running_loop().call_later(self._interval_s, self._sweep)
+        self._clock_s, self._swept_at = self.now_s, time.monotonic()
         for connection in list(self._waiting):
             if self._clock_s - connection.waits_since_s < self._header_timeout_s:
                 break
             self._end_waiting(connection, "slow_header")
         for connection in list(self._open):
-            if connection.stalled_s(self._clock_s) >= self._write_timeout_s:
+            is_stalled = connection.stalled_s(self._clock_s) >= self._write_timeout_s
+            answers_s = self._clock_s - connection.begun_s if connection.is_answering else 0.0
+            if is_stalled or answers_s >= self._answer_timeout_s:
                 self.note("slow_reader")
                 connection.transport.abort()
-        if self._untold and now_s - self._told_at >= _LOG_INTERVAL_S:
+        if self._untold and self._swept_at - self._told_at >= _LOG_INTERVAL_S:
             told = ", ".join(f"{reason} {num}" for reason, num in sorted(self._untold.items()))
             logger.warning(
                 "connections ended: %s; %d open, %d may", told, len(self._open), self.limit
             )
-            self._told_at = now_s
+            self._told_at = self._swept_at
             self._untold.clear()
-        is_needed = self._open or self._untold
-        self._timer = loop.call_later(self._interval_s, self._sweep) if is_needed else None
+        if not self._open and not self._untold:
+            self._timer.cancel()
+            self._timer = None
 
     def _figures(self) -> Gauges:
         found = list(self._open)
@@ -189,7 +203,7 @@ class Connections:
             ),
             "stalled_readers": (
                 "Connections whose reader has taken nothing for two seconds or longer.",
-                sum(connection.stalled_s(self._clock_s) >= 2 for connection in found),
+                sum(connection.stalled_s(self.now_s) >= 2 for connection in found),
             ),
         }
 
@@ -199,6 +213,7 @@ class Connection(H11Protocol):
 
     registry: Connections
     waits_since_s = 0.0
+    begun_s = 0.0
     progress_s = 0.0
     _num_taken = 0
 
@@ -230,6 +245,13 @@ class Connection(H11Protocol):
         super().handle_events()
         if self._has_request:
             self.registry.begin(self)
+        # uvicorn stops reading at a second request, and would not see that the client leaves.
+        if self.flow.read_paused and self.conn.their_state is h11.DONE:
+            if len(self.conn.trailing_data[0]) <= _PIPELINED_BYTES:
+                self.flow.resume_reading()
+            else:
+                self.registry.note("pipelined")
+                self.transport.abort()
 
     def on_response_complete(self) -> None:
         """Wait for the next request, which may be here already."""

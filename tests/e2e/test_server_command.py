@@ -101,7 +101,7 @@ def serving(folder, *cache, program=PROGRAM, seconds=50, environment=(), before=
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", **dict(environment)},
-        preexec_fn=before,
+        **({} if before is None else {"preexec_fn": before}),
     )
     guard = threading.Timer(seconds, process.kill)
     guard.start()

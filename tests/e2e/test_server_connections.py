@@ -76,6 +76,12 @@ def rest(connection):
     return found
 
 
+def post(path, body):
+    raw = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    return f"{head}content-length: {len(raw)}\r\n\r\n".encode() + raw
+
+
 def health(world):
     connection = http.client.HTTPConnection(*world.address, timeout=10)
     connection.request("GET", "/health")
@@ -194,6 +200,23 @@ def test_a_full_server_refuses_at_once_and_serves_when_there_is_room(tokenizer):
         until(lambda: figure(world, "responses_in_flight") == 1)
 
 
+def test_a_young_connection_is_not_closed_to_make_room(tokenizer):
+    with serving(tokenizer, max_connections=4, header_timeout_s=60) as world:
+        for _ in range(3):
+            # Whenever they come: its age is its own, and not that of a tick of the server's clock.
+            time.sleep(0.35)
+            young = [connect(world) for _ in range(4)]
+            with connect(world) as refused:
+                assert rest(refused).startswith(b"HTTP/1.1 503 ")
+            for connection in young:
+                connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+                assert rest(connection).startswith(b"HTTP/1.1 200 ")
+                connection.close()
+            # All are closed on the server's side too before the next four come.
+            until(lambda: figure(world, "open_connections") == 1)
+        assert ended(world, "no_room") == 0
+
+
 def test_idle_connections_make_room_the_oldest_first(tokenizer):
     with serving(tokenizer, max_connections=4, header_timeout_s=60) as world:
         idle = []
@@ -267,6 +290,23 @@ def test_a_reader_that_does_not_read_is_ended_whatever_it_asked_for(tokenizer, a
             connection.close()
 
 
+def test_an_answer_that_never_ends_is_cut_off_however_fast_it_is_read(tokenizer):
+    limits = {"request_timeout_s": 0.5, "body_timeout_s": 0.2, "write_timeout_s": 0.5}
+    with serving(tokenizer, **limits) as world, connect(world) as fast:
+        fast.sendall(ASK_ENDLESS)
+        assert len(rest(fast)) > 1_000_000
+        until(lambda: ended(world, "slow_reader") == 1)
+        # The time is that of one answer, and not of the connection.
+        with connect(world) as kept:
+            for _ in range(6):
+                kept.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+                told = b""
+                while not told.endswith(b"}"):
+                    told += kept.recv(4096)
+                time.sleep(0.3)
+            assert ended(world, "slow_reader") == 1
+
+
 def test_a_slow_reader_gets_all_of_it(tokenizer):
     with serving(tokenizer, write_timeout_s=0.5) as world, connect(world) as slow:
         slow.sendall(CLOSING)
@@ -295,13 +335,8 @@ def test_a_stream_whose_reader_stalls_is_cancelled_in_the_engine(tokenizer):
 
         world.engine._end = noted
         body = {"prompt": "hi", "max_tokens": 3800, "logprobs": 5, "stream": True}
-        raw = json.dumps(body).encode()
-        head = (
-            "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-            f"content-length: {len(raw)}\r\n\r\n"
-        )
         with connect(world, 1024) as stalled:
-            stalled.sendall(head.encode() + raw)
+            stalled.sendall(post("/v1/completions", body))
             until(lambda: world.service.worker.num_in_flight == 1)
             until(lambda: ended(world, "slow_reader") == 1, seconds=20)
             until(lambda: world.service.worker.num_in_flight == 0)
@@ -310,6 +345,29 @@ def test_a_stream_whose_reader_stalls_is_cancelled_in_the_engine(tokenizer):
         assert 0 < cut[0][1] < 3800
         world.engine.step_s = 0.0
         assert world.chat("fine").choices[0].message.content == "fine"
+
+
+def test_requests_in_one_packet_are_answered_in_order_and_hide_no_client_that_leaves(tokenizer):
+    with serving(tokenizer) as world:
+        world.parts = ("one", " two")
+        ask = post("/v1/completions", {"prompt": "hi", "max_tokens": 20})
+        with connect(world) as both:
+            both.sendall(ask + b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+            told = rest(both)
+        assert told.count(b"HTTP/1.1 200 ") == 2
+        assert told.index(b"one two") < told.index(b'"status":"ok"')
+        world.parts = ("x" * 3000,)
+        world.engine.step_s = 0.01
+        ask = post("/v1/completions", {"prompt": "hi", "max_tokens": 3000})
+        for behind in (b"", b"GET /health HTTP/1.1\r\n", ask, b"x" * 1000, ask * 3, ask * 9000):
+            with connect(world) as leaving:
+                leaving.sendall(ask)
+                until(lambda: world.service.worker.num_in_flight == 1)
+                # While the first is being answered.
+                with contextlib.suppress(ConnectionError):
+                    leaving.sendall(behind)
+            until(lambda: world.service.worker.num_in_flight == 0)
+        until(lambda: ended(world, "pipelined") == 1)
 
 
 def test_a_gap_of_the_event_loop_is_nobodys_slowness(tokenizer):
