@@ -25,17 +25,19 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-# Fuel of one mask: about 5 ms of processor each, and the states that a matcher keeps in all.
+# Fuel of one mask, a few milliseconds of processor, and the states that a matcher keeps in all.
 STEP_LEXER_FUEL = 50_000
 STEP_MAX_ITEMS = 50_000
+# An object with N optional properties has rows of 4 N items.
+MAX_ROW_ITEMS = 8_000
 MAX_LEXER_STATES = 20_000
 MAX_GRAMMAR_SIZE = 200_000
 # Of one trial. Wall time counts too, on a machine that is busy with other things.
 CPU_SECONDS = 1.0
 WALL_SECONDS = 20.0
 MEMORY_BYTES = 256 << 20
-# The smallest stack of a thread that compiles is larger than this.
-_STACK_BYTES = 1 << 20
+# A thread's stack where the system sets no limit to it.
+_DEFAULT_STACK_BYTES = 2 << 20
 _TRIED_STEPS = 16
 _START_SECONDS = 60.0
 
@@ -51,9 +53,7 @@ def vocabulary_of(tokenizer_json: str, *, vocab_size: int, eos_id: int) -> LLTok
     fields = json.loads(tokenizer_json)
     # So that a marker's text in a grammar is spelled in plain tokens.
     fields["added_tokens"] = []
-    return LLTokenizer(
-        json.dumps(fields, ensure_ascii=False), n_vocab=vocab_size, eos_token=eos_id
-    )
+    return LLTokenizer(json.dumps(fields, ensure_ascii=False), n_vocab=vocab_size, eos_token=eos_id)
 
 
 def matcher_of(vocabulary: LLTokenizer, kind: str, text: str) -> LLMatcher:
@@ -64,6 +64,7 @@ def matcher_of(vocabulary: LLTokenizer, kind: str, text: str) -> LLMatcher:
     from llguidance import LLMatcher, LLParserLimits
 
     limits = LLParserLimits(
+        max_items_in_row=MAX_ROW_ITEMS,
         step_lexer_fuel=STEP_LEXER_FUEL,
         step_max_items=STEP_MAX_ITEMS,
         max_lexer_states=MAX_LEXER_STATES,
@@ -218,7 +219,10 @@ def _answer(reply: dict) -> None:
 
 def _main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    threading.stack_size(_STACK_BYTES)
+    # What passes here is compiled again by a thread of the parent, which has a third more.
+    soft = resource.getrlimit(resource.RLIMIT_STACK)[0]
+    stack = _DEFAULT_STACK_BYTES if soft == resource.RLIM_INFINITY else soft
+    threading.stack_size((stack * 3 // 4) & -4096)
     thread = threading.Thread(target=_serve)
     thread.start()
     thread.join()
