@@ -9,7 +9,8 @@ the prompt decides. Source: spec/multimodal-serving.md sections B.2 to B.7.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,16 +18,17 @@ from finwhale.config.server import ServerConfig
 from finwhale.engine.request import Constraint, RequestError, SamplingParams
 from finwhale.serve.errors import InvalidRequestError, ServeError
 from finwhale.serve.generation import ChatReader, ChoiceReader, TextReader
-from finwhale.serve.output_constraints import AfterReasoning, opens_call
+from finwhale.serve.output_constraints import call_constraint, format_constraint
 from finwhale.telemetry import get_logger
-from finwhale.text.grammar import (
-    GrammarError,
-    json_object_constraint,
-    json_schema_constraint,
-    regex_constraint,
-)
+from finwhale.text.grammar import GrammarError
 from finwhale.text.output_parser import MAX_STOPS, OutputParser, OutputParserError
-from finwhale.text.prompt import PromptError, encode_prompt, thinking_and_effort
+from finwhale.text.prompt import (
+    PromptError,
+    encode_prompt,
+    strict_parameters,
+    strict_response_schema,
+    thinking_and_effort,
+)
 from finwhale.text.special_tokens import END_THINK, THINK
 from finwhale.text.tokenizer import Tokenizer, TokenizerError
 
@@ -35,6 +37,22 @@ logger = get_logger("serve")
 MAX_NEW_TOKENS = 393_216  # spec/multimodal-serving.md section B.7
 _TEXT_PARTS = ("text", "tool_result")
 _REFUSALS = (PromptError, RequestError, GrammarError, OutputParserError)
+_FIELD = re.compile(r"[A-Za-z_]\w*(?=[.:\[])")
+# The field of a request for the names that the rooms below use.
+_PARAMS = {
+    "conversation": "messages",
+    "prefix": "messages",
+    "schema": "response_format",
+    "pattern": "response_format",
+    "calls": "tools",
+    "effort": "reasoning_effort",
+    "max_new_tokens": "max_tokens",
+}
+_NO_THINKING = (
+    "tool_choice: got a forced call while thinking is on, expected thinking off; send "
+    "thinking disabled or reasoning_effort none"
+)
+_THINKING_OFF = "thinking is off for this request, since tool_choice forces a call"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,6 +86,7 @@ class ChatRequest:
     messages         OpenAI style: role, content, reasoning_content, tool_calls, tool_call_id
     tools            OpenAI style: {"type": "function", "function": {name, parameters, ...}}
     tool_choice      "auto", "none", "required" or a named function
+    parallel_tool_calls  whether an answer may hold more than one call
     thinking         None: think unless the effort is "none"
     effort           a name of finwhale.text.prompt.EFFORTS, "none" or 1 to 100
     response_format  {"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema"}},
@@ -78,6 +97,7 @@ class ChatRequest:
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] | None = None
     tool_choice: str | Mapping[str, Any] | None = None
+    parallel_tool_calls: bool = True
     thinking: bool | None = None
     effort: str | int | None = None
     response_format: Mapping[str, Any] | None = None
@@ -107,12 +127,14 @@ class Prepared:
 
     readers  one for each choice
     echo     prompt ids that are repeated in the answer, without a begin marker that was added
+    notes    sentences on what is served otherwise than it was asked
     """
 
     prompt: list[int]
     params: SamplingParams
     readers: list[ChoiceReader]
     echo: list[int] | None = None
+    notes: tuple[str, ...] = ()
 
 
 class Preparer:
@@ -128,6 +150,7 @@ class Preparer:
         """Keep what every request needs."""
         self.tokenizer, self.config = tokenizer, config
         self.vocab_size, self.context_tokens = vocab_size, context_tokens
+        self._most_bytes = context_tokens * tokenizer.longest_token_bytes
 
     def chat(self, request: ChatRequest) -> Prepared:
         """Return a chat prepared; raise InvalidRequestError for what could not be served."""
@@ -139,8 +162,15 @@ class Preparer:
 
     def _chat(self, request: ChatRequest) -> Prepared:
         _check_messages(request.messages)
+        self._check_length(_texts_of(request), "messages")
         thinking, effort = thinking_and_effort(request.thinking, request.effort)
         tools = list(request.tools or ())
+        must_call = _check_tool_choice(tools, request.tool_choice)
+        notes: tuple[str, ...] = ()
+        if must_call and thinking:
+            if self.config.strict_tool_choice:
+                raise InvalidRequestError(_NO_THINKING, param="tool_choice")
+            thinking, notes = False, (_THINKING_OFF,)
         prompt = encode_prompt(
             self.tokenizer,
             request.messages,
@@ -150,17 +180,30 @@ class Preparer:
             response_format=request.response_format,
             tool_choice=request.tool_choice,
         )
-        is_reasoning = _ends_in_reasoning(self.tokenizer, prompt)
+        self._check_room(prompt, request.sampling, "messages")
+        tag = _last_tag(self.tokenizer, prompt)
+        is_reasoning = tag is not None and prompt[tag] == self.tokenizer.marker_id(THINK)
         may_call = bool(tools) and request.tool_choice != "none"
-        must_call = may_call and request.tool_choice not in (None, "auto")
         constraint: Constraint | None = None
         if must_call:
-            names = _callable_names(tools, request.tool_choice)
-            constraint = opens_call(self.tokenizer, names, vocab_size=self.vocab_size)
+            constraint, loose = call_constraint(
+                self.tokenizer,
+                _called_tools(tools, request.tool_choice),
+                parallel=request.parallel_tool_calls,
+                vocab_size=self.vocab_size,
+                owner=request.tenant,
+            )
+            notes += loose
         elif not may_call:
-            constraint = self._format_constraint(request.response_format)
-            if constraint is not None and is_reasoning:
-                constraint = AfterReasoning(constraint, self.tokenizer, vocab_size=self.vocab_size)
+            constraint = format_constraint(
+                self.tokenizer,
+                _explicit(request.response_format),
+                vocab_size=self.vocab_size,
+                # What stands behind the tag is the beginning of the answer, a prefix.
+                prefix=() if tag is None or is_reasoning else prompt[tag + 1 :],
+                is_reasoning=is_reasoning,
+                owner=request.tenant,
+            )
         kind = (request.response_format or {}).get("type")
         stop = request.sampling.stop
         readers: list[ChoiceReader] = []
@@ -173,16 +216,19 @@ class Preparer:
                 # A grammar leaves no prose to blank out, and allows values other than { and [.
                 json_mode=kind in ("json_object", "json_schema") and constraint is None,
                 starts_in_calls=must_call,
+                **({} if request.parallel_tool_calls else {"max_calls": 1}),
             )
             readers.append(ChatReader(self.tokenizer, parser, stop))
-        return Prepared(prompt=prompt, params=params, readers=readers)
+        return Prepared(prompt=prompt, params=params, readers=readers, notes=notes)
 
     def _text(self, request: CompletionRequest) -> Prepared:
         if isinstance(request.prompt, str):
+            self._check_length([request.prompt], "prompt")
             ids = self.tokenizer.encode(request.prompt)
             prompt = [self.tokenizer.bos_id, *ids]
         else:
             ids = prompt = list(request.prompt)
+        self._check_room(prompt, request.sampling, "prompt")
         stop = request.sampling.stop
         if len(stop) > MAX_STOPS or not all(stop):
             want = f"at most {MAX_STOPS} texts, none empty"
@@ -219,17 +265,9 @@ class Preparer:
             # spec/multimodal-serving.md section B.7
             temperature = 1.0 if is_thinking else temperature
             top_p = min(1.0, max(0.95, top_p)) if is_thinking else 1.0
-        room = self.context_tokens - len(prompt)
-        if room < 1 and sampling.max_tokens != 0:
-            raise InvalidRequestError(
-                f"messages: got {len(prompt)} tokens, expected fewer than the context of "
-                f"{self.context_tokens}; shorten the prompt",
-                param="messages",
-                code="context_length_exceeded",
-            )
         max_tokens = sampling.max_tokens
         if max_tokens is None:
-            max_tokens = min(config.default_max_tokens, room)
+            max_tokens = min(config.default_max_tokens, self.context_tokens - len(prompt))
         return SamplingParams(
             max_new_tokens=max_tokens,
             temperature=temperature,
@@ -246,24 +284,28 @@ class Preparer:
             constraint=constraint,
         )
 
-    def _format_constraint(self, response_format: Mapping[str, Any] | None) -> Constraint | None:
-        kind = (response_format or {}).get("type")
-        if response_format is None or kind in (None, "text"):
-            return None
-        if kind == "json_object":
-            return json_object_constraint(self.tokenizer, vocab_size=self.vocab_size)
-        if kind == "json_schema":
-            schema = (response_format.get("json_schema") or {}).get("schema")
-            if not isinstance(schema, dict):
-                want = "an object with a JSON schema"
-                raise InvalidRequestError(
-                    f"response_format: json_schema.schema: got {schema!r}, expected {want}",
-                    param="response_format",
-                )
-            return json_schema_constraint(self.tokenizer, schema, vocab_size=self.vocab_size)
-        return regex_constraint(
-            self.tokenizer, str(response_format.get("regex")), vocab_size=self.vocab_size
-        )
+    def _check_length(self, texts: Iterable[str], param: str) -> None:
+        """Refuse texts whose bytes no number of tokens of the context could hold."""
+        most, got = self._most_bytes, 0
+        for text in texts:
+            # A text of N characters has at least N bytes, and is not encoded to be refused.
+            got += len(text) if len(text) > most else len(text.encode("utf-8", "replace"))
+            if got > most:
+                raise _too_long(param, f"more than {most} bytes", self.context_tokens)
+
+    def _check_room(self, prompt: Sequence[int], sampling: Sampling, param: str) -> None:
+        """Refuse a prompt that leaves no token to generate where one is asked for."""
+        if len(prompt) >= self.context_tokens and sampling.max_tokens != 0:
+            raise _too_long(param, f"{len(prompt)} tokens", self.context_tokens)
+
+
+def _too_long(param: str, got: str, context_tokens: int) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"{param}: got {got}, expected fewer than the context of {context_tokens} tokens; "
+        "shorten it",
+        param=param,
+        code="context_length_exceeded",
+    )
 
 
 def _with_refusals(prepare: Callable[[Any], Prepared], request: Any) -> Prepared:
@@ -282,14 +324,10 @@ def _with_refusals(prepare: Callable[[Any], Prepared], request: Any) -> Prepared
             code="no_marker",
         ) from None
     except _REFUSALS as error:
-        field_name = str(error).partition(":")[0]
-        param = {
-            "conversation": "messages",
-            "schema": "response_format",
-            "pattern": "response_format",
-            "effort": "reasoning_effort",
-            "max_new_tokens": "max_tokens",
-        }.get(field_name, field_name if field_name.isidentifier() else None)
+        # The path of a field ends with a colon, and its name with the first dot or bracket.
+        field_name = _FIELD.match(str(error))
+        name = field_name.group() if field_name is not None else None
+        param = _PARAMS.get(name or "", name)
         text = str(error).replace("max_new_tokens", "max_tokens")
         raise InvalidRequestError(text, param=param, code="invalid_value") from None
     except ModuleNotFoundError as error:
@@ -332,19 +370,72 @@ def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
                 )
 
 
-def _ends_in_reasoning(tokenizer: Tokenizer, prompt: Sequence[int]) -> bool:
-    """Return whether the last tag of the prompt opens a reasoning.
+def _texts_of(request: ChatRequest) -> Iterator[str]:
+    """Yield the long texts of a chat: contents, reasoning and arguments of its messages."""
+    for message in request.messages:
+        content = message.get("content")
+        parts = content if isinstance(content, list) else [content]
+        values = [part.get("text") if isinstance(part, dict) else part for part in parts]
+        for call in message.get("tool_calls") or ():
+            values.append(call["function"].get("arguments"))
+        yield from (v for v in (*values, message.get("reasoning_content")) if isinstance(v, str))
 
-    The header of the turn to generate ends with a tag, behind which only a prefix can stand.
+
+def _last_tag(tokenizer: Tokenizer, prompt: Sequence[int]) -> int | None:
+    """Return where the prompt's last `<think>` or `</think>` marker stands.
+
+    The header of the turn to generate ends with one, behind which only a prefix can stand.
     """
-    opening, ending = tokenizer.marker_id(THINK), tokenizer.marker_id(END_THINK)
-    return next((i == opening for i in reversed(prompt) if i in (opening, ending)), False)
+    tags = (tokenizer.marker_id(THINK), tokenizer.marker_id(END_THINK))
+    return next((i for i in reversed(range(len(prompt))) if prompt[i] in tags), None)
 
 
-def _callable_names(
-    tools: Sequence[Mapping[str, Any]], tool_choice: str | Mapping[str, Any] | None
-) -> list[str]:
-    """Return the names of the functions that a required or named choice may call."""
-    if isinstance(tool_choice, Mapping):
-        return [str((tool_choice.get("function") or {}).get("name"))]
-    return sorted({str((tool.get("function") or {}).get("name")) for tool in tools})
+def _check_tool_choice(
+    tools: Sequence[Mapping[str, Any]], choice: str | Mapping[str, Any] | None
+) -> bool:
+    """Return whether a call is forced; refuse a choice that no declared tool can satisfy."""
+    if choice in (None, "auto", "none"):
+        return False
+    if not isinstance(choice, Mapping) and choice != "required":
+        want = "'auto', 'none', 'required' or a named function"
+        raise InvalidRequestError(
+            f"tool_choice: got {str(choice)[:80]!r}, expected {want}", param="tool_choice"
+        )
+    names = [_name_of(tool) for tool in tools]
+    wanted = _name_of(choice) if isinstance(choice, Mapping) else None
+    if not tools or (wanted is not None and wanted not in names):
+        got = "required" if wanted is None else f"the function {wanted[:80]!r}"
+        declared = ", ".join(names[:8]) if names else "none is declared"
+        raise InvalidRequestError(
+            f"tool_choice: got {got}, expected a tool of this request ({declared}); "
+            "declare it in tools, or leave tool_choice out",
+            param="tool_choice",
+        )
+    return True
+
+
+def _name_of(tool: Mapping[str, Any]) -> str:
+    function = tool.get("function")
+    return str(function.get("name")) if isinstance(function, Mapping) else "None"
+
+
+def _called_tools(
+    tools: Sequence[Mapping[str, Any]], choice: str | Mapping[str, Any] | None
+) -> list[tuple[str, Mapping[str, Any]]]:
+    """Return (name, schema) of the functions that a required or named choice may call."""
+    wanted = _name_of(choice) if isinstance(choice, Mapping) else None
+    found = []
+    for index, tool in enumerate(tools):
+        if wanted in (None, _name_of(tool)):
+            strict = strict_parameters(tool, index)
+            schema = tool["function"].get("parameters") or {}
+            found.append((_name_of(tool), schema if strict is None else strict))
+    return found
+
+
+def _explicit(response_format: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """Return a response format in which a strict schema says all that it means."""
+    schema = strict_response_schema(response_format)
+    if response_format is None or schema is None:
+        return response_format
+    return {**response_format, "json_schema": {**response_format["json_schema"], "schema": schema}}

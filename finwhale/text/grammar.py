@@ -15,6 +15,7 @@ import functools
 import hashlib
 import json
 import os
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -42,8 +43,9 @@ _TEMPLATE_BYTES = 20_000
 _PREFIX_STEP = 64
 # How JSON is spaced, first as json.dumps does, which is how prompts show it. The others are for a
 # prefix that somebody else wrote; a generation takes the first one that its prefix follows.
+COMPACT_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _STYLES: tuple[dict[str, Any], ...] = (
-    {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "},
+    COMPACT_STYLE,
     {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"},
     {"whitespace_flexible": True, "whitespace_pattern": r"[ \n\r\t]{1,40}"},
 )
@@ -340,11 +342,13 @@ class _Templates:
 
 
 _templates = _Templates(MAX_CACHE_BYTES)
+_PLACE = re.compile(r"^at [0-9]+\([0-9]+\): (?:failed to compile JSON schema: )?")
 
 
 def _in_words(error: TrialError) -> str:
     """Return the library's words; its names of reasons are put into a sentence."""
-    text = str(error)
+    # A place in a grammar of our own making says nothing to a client.
+    text = _PLACE.sub("", str(error)).partition("\n")[0]
     if text.startswith("NoExtension"):
         return "no text satisfies it"
     for name in ("ParserTooComplex", "LexerTooComplex"):

@@ -59,7 +59,7 @@ def check_schema(schema: Any, text: str) -> bool:
         raise SchemaError("", f"{len(text)} characters", f"at most {MAX_SCHEMA_CHARACTERS}")
     num_properties = num_values = num_characters = 0
     references: set[str] = set()
-    is_plain = len(text) <= _PLAIN_CHARACTERS
+    is_plain = small_enough(text)
     for path, node in subschemas(schema):
         is_plain = is_plain and not _COSTLY & node.keys()
         for pattern in (node.get("pattern"), *_names(node.get("patternProperties"))):
@@ -84,6 +84,11 @@ def check_schema(schema: Any, text: str) -> bool:
         if got > most:
             raise SchemaError("", f"{got} {what}", f"at most {most}")
     return is_plain and len(references) <= _PLAIN_REFERENCES
+
+
+def small_enough(text: str) -> bool:
+    """Return whether a grammar's text is short enough to be plain."""
+    return len(text) <= _PLAIN_CHARACTERS
 
 
 def check_pattern(pattern: str, where: str = "pattern") -> None:
