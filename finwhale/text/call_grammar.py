@@ -36,7 +36,7 @@ _MOST_RESOLVED = 16
 # A literal with other controls is written as JSON, where they are escaped.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 _MARKER = DSML.encode()
-# Without its first byte nothing of a marker's text stands there; a token may bring all of it.
+# Tools that are compiled one by one to find the one that the library refuses.
 _MOST_ALONE = 32
 
 
@@ -362,8 +362,8 @@ def calls_constraint(
     try:
         return walker(grammar), grammar.loose
     except GrammarError as error:
-        loose = dict(grammar.loose) | {tool.name: str(error) for tool in tools}
-    if len(tools) > 1 and len(tools) <= _MOST_ALONE:
+        loose = {tool.name: str(error) for tool in tools} | dict(grammar.loose)
+    if 1 < len(tools) <= _MOST_ALONE:
         # One schema that the library refuses does not loosen the others.
         for tool in tools:
             alone = call_grammar([tool], marker_id, parallel=False)
