@@ -11,14 +11,15 @@ Source: llguidance 1.9.1; shared/attack.md [7].
 from __future__ import annotations
 
 import json
+import os
 import random
-import resource
 import select
 import signal
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -94,27 +95,41 @@ def check(matcher: LLMatcher) -> None:
 class Trial:
     """The child of one tokenizer, started at the first trial and again after a loss."""
 
-    def __init__(self, tokenizer_json: str, *, vocab_size: int, eos_id: int) -> None:
-        """Keep what the child is told at its start."""
-        self._start_line = {"tokenizer": tokenizer_json, "vocab_size": vocab_size, "eos": eos_id}
+    def __init__(
+        self,
+        tokenizer_json: str,
+        *,
+        vocab_size: int,
+        eos_id: int,
+        cpu_seconds: float = CPU_SECONDS,
+        memory_bytes: int = MEMORY_BYTES,
+    ) -> None:
+        """Keep what the child is told at its start; the limits are those of one trial."""
+        self._start_line = {
+            "tokenizer": tokenizer_json,
+            "vocab_size": vocab_size,
+            "eos": eos_id,
+            "cpu_seconds": cpu_seconds,
+            "memory_bytes": memory_bytes,
+        }
+        self._limits = f"{cpu_seconds:g} s of processor time or {memory_bytes >> 20} MiB"
         self._lock = threading.Lock()
-        self._child: subprocess.Popen[bytes] | None = None
+        # The child, if there is one; it ends with this object, or with the process.
+        self._children: list[subprocess.Popen[bytes]] = []
+        weakref.finalize(self, _end, self._children)
 
     def run(self, kind: str, text: str) -> int:
         """Try a grammar; return the bytes that it took. Raises TrialError. Any thread may call."""
         with self._lock:
             # A child that was lost between two trials says nothing about a grammar.
-            if self._child is not None and self._child.poll() is not None:
-                self._lose()
-            if self._child is None:
+            if self._children and self._children[0].poll() is not None:
+                _end(self._children)
+            if not self._children:
                 self._start()
             reply = self._ask({"kind": kind, "text": text}, WALL_SECONDS)
             if reply is None:
-                self._lose()
-                raise TrialError(
-                    f"compiling takes more than {CPU_SECONDS:g} s of processor time or "
-                    f"{MEMORY_BYTES >> 20} MiB; simplify it"
-                )
+                _end(self._children)
+                raise TrialError(f"compiling takes more than {self._limits}; simplify it")
         if reply["error"] is not None:
             raise TrialError(reply["error"])
         return reply["bytes"]
@@ -122,32 +137,25 @@ class Trial:
     def close(self) -> None:
         """End the child."""
         with self._lock:
-            self._lose()
+            _end(self._children)
 
     def _start(self) -> None:
-        self._child = subprocess.Popen(
+        child = subprocess.Popen(
             [sys.executable, "-P", str(Path(__file__))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
+            # A Ctrl-C is for the server, which lets running answers end.
+            start_new_session=True,
         )
+        self._children.append(child)
         if self._ask(self._start_line, _START_SECONDS) is None:
-            self._lose()
-            raise TrialError("the process that tries grammars does not start; see the server's log")
-
-    def _lose(self) -> None:
-        child, self._child = self._child, None
-        if child is not None:
-            child.kill()
-            child.wait()
-            for pipe in (child.stdin, child.stdout):
-                if pipe is not None:
-                    pipe.close()
+            _end(self._children)
+            raise TrialError("the process that tries grammars does not start")
 
     def _ask(self, message: dict, seconds: float) -> dict | None:
         """Return the child's answer; None where it is lost or late."""
-        child = self._child
-        assert child is not None
+        child = self._children[0]
         assert child.stdin is not None
         assert child.stdout is not None
         try:
@@ -167,14 +175,31 @@ class Trial:
         return json.loads(line)
 
 
-def _pages(column: int) -> int:
-    """Return bytes of this process: column 0 is its address space, 1 what is in memory."""
-    return int(Path("/proc/self/statm").read_text().split()[column]) * resource.getpagesize()
+def _end(children: list[subprocess.Popen[bytes]]) -> None:
+    while children:
+        child = children.pop()
+        child.kill()
+        child.wait()
+        for pipe in (child.stdin, child.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+def _bytes(column: int) -> int | None:
+    """Return bytes of this process: column 0 is its address space, 1 what is in memory.
+
+    None where the system does not tell.
+    """
+    try:
+        pages = Path("/proc/self/statm").read_text().split()[column]
+    except OSError:
+        return None
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _tried(vocabulary: LLTokenizer, kind: str, text: str) -> dict:
     """Compile, and walk some steps at random; the walk meets what the first mask does not."""
-    before = _pages(1)
+    before = _bytes(1)
     rng = random.Random(0)
     try:
         matcher = matcher_of(vocabulary, kind, text)
@@ -191,11 +216,15 @@ def _tried(vocabulary: LLTokenizer, kind: str, text: str) -> dict:
             matcher.consume_token((bits & -bits).bit_length() - 1)
     except TrialError as error:
         return {"error": str(error)[:500], "bytes": 0}
-    return {"error": None, "bytes": max(0, _pages(1) - before)}
+    after = _bytes(1)
+    taken = 0 if after is None or before is None else max(0, after - before)
+    return {"error": None, "bytes": taken}
 
 
 def _serve() -> None:
     """Read messages to the end of the input, and answer each with a line."""
+    import resource
+
     fields = json.loads(sys.stdin.buffer.readline())
     vocabulary = vocabulary_of(
         fields["tokenizer"], vocab_size=fields["vocab_size"], eos_id=fields["eos"]
@@ -203,10 +232,12 @@ def _serve() -> None:
     _answer({"error": None})
     for line in sys.stdin.buffer:
         message = json.loads(line)
-        room = _pages(0) + MEMORY_BYTES + len(line)
-        resource.setrlimit(resource.RLIMIT_AS, (room, resource.RLIM_INFINITY))
+        used = _bytes(0)
+        if used is not None:
+            room = used + fields["memory_bytes"] + len(line)
+            resource.setrlimit(resource.RLIMIT_AS, (room, resource.RLIM_INFINITY))
         # The signal has no handler, so it ends the process inside the library, too.
-        signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
+        signal.setitimer(signal.ITIMER_PROF, fields["cpu_seconds"])
         reply = _tried(vocabulary, message["kind"], message["text"])
         signal.setitimer(signal.ITIMER_PROF, 0)
         _answer(reply)
@@ -218,6 +249,8 @@ def _answer(reply: dict) -> None:
 
 
 def _main() -> None:
+    import resource
+
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     # What passes here is compiled again by a thread of the parent, which has a third more.
     soft = resource.getrlimit(resource.RLIMIT_STACK)[0]
