@@ -11,6 +11,7 @@ a length still needs `max_new_tokens`. Source: spec/multimodal-serving.md sectio
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -91,21 +92,12 @@ def json_schema_constraint(
         raise GrammarError(str(error)) from None
     if isinstance(fields, bool):
         fields = {} if fields else {"type": []}
-    for style in _STYLES:
-        text = as_json({**fields, "x-guidance": style})
-        try:
-            return constraint_of(
-                tokenizer,
-                "schema",
-                text,
-                vocab_size=vocab_size,
-                prefix=prefix,
-                owner=owner,
-                is_plain=is_plain,
-            )
-        except PrefixError as error:
-            refused = error
-    raise refused
+    settings: dict[str, Any] = {"vocab_size": vocab_size, "owner": owner, "is_plain": is_plain}
+    *others, last = [as_json({**fields, "x-guidance": style}) for style in _STYLES]
+    for text in others:
+        with contextlib.suppress(PrefixError):
+            return constraint_of(tokenizer, "schema", text, prefix=prefix, **settings)
+    return constraint_of(tokenizer, "schema", last, prefix=prefix, **settings)
 
 
 def json_object_constraint(

@@ -168,7 +168,7 @@ class Trial:
             left = max(0.0, deadline - time.monotonic())
             if not select.select([child.stdout], [], [], left)[0]:
                 return None
-            piece = child.stdout.read1(1 << 16)
+            piece = os.read(child.stdout.fileno(), 1 << 16)
             if not piece:
                 return None
             line += piece
