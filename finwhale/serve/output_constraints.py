@@ -61,7 +61,11 @@ def format_constraint(
             )
         constraint = json_schema_constraint(tokenizer, schema, **settings)
     else:
-        constraint = regex_constraint(tokenizer, str(response_format.get("regex")), **settings)
+        pattern = response_format.get("regex")
+        if not isinstance(pattern, str):
+            want = "a pattern, a string"
+            raise GrammarError(f"response_format.regex: got {str(pattern)[:80]!r}, expected {want}")
+        constraint = regex_constraint(tokenizer, pattern, **settings)
     if is_reasoning:
         return AfterReasoning(constraint, tokenizer, vocab_size=vocab_size)
     return constraint

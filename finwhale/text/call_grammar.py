@@ -20,7 +20,13 @@ import torch
 from torch import Tensor
 
 from finwhale.text.grammar import COMPACT_STYLE, GrammarConstraint, GrammarError, constraint_of
-from finwhale.text.schema_limits import SchemaError, as_json, check_schema, small_enough
+from finwhale.text.schema_limits import (
+    SchemaError,
+    as_json,
+    check_schema,
+    small_enough,
+    without_texts,
+)
 from finwhale.text.special_tokens import DSML
 from finwhale.text.tokenizer import Tokenizer
 
@@ -128,9 +134,10 @@ class _Rules:
             raise
 
     def _call(self, name: str, tool: CalledTool) -> str:
-        root = tool.parameters
-        text = as_json(root)
-        self.is_plain = check_schema(root, text) and self.is_plain
+        text = as_json(tool.parameters)
+        is_plain = check_schema(tool.parameters, text)
+        root = without_texts(tool.parameters)
+        self.is_plain = is_plain and self.is_plain
         if DSML in text:
             raise _LooseError("the schema holds the marker of calls")
         properties, required = _object_of(root)

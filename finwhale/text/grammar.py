@@ -29,7 +29,13 @@ import torch
 from torch import Tensor
 
 from finwhale.text.grammar_trial import Trial, TrialError, check, matcher_of, vocabulary_of
-from finwhale.text.schema_limits import SchemaError, as_json, check_pattern, check_schema
+from finwhale.text.schema_limits import (
+    SchemaError,
+    as_json,
+    check_pattern,
+    check_schema,
+    without_texts,
+)
 from finwhale.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -90,6 +96,7 @@ def json_schema_constraint(
         is_plain = check_schema(fields, as_json(fields))
     except SchemaError as error:
         raise GrammarError(str(error)) from None
+    fields = without_texts(fields)
     if isinstance(fields, bool):
         fields = {} if fields else {"type": []}
     settings: dict[str, Any] = {"vocab_size": vocab_size, "owner": owner, "is_plain": is_plain}

@@ -280,20 +280,25 @@ def _with_schemas_it_knows(body: dict[str, Any]) -> dict[str, Any]:
     form; the others are given to it explicit and without the word.
     """
     found = dict(body)
-    if "tools" in body:
-        tools = []
-        for index, tool in enumerate(body["tools"]):
-            schema = strict_parameters(tool, index)
-            if schema is not None and not _is_known(tools=[tool]):
-                function = {k: v for k, v in tool["function"].items() if k != "strict"}
-                tool = {**tool, "function": {**function, "parameters": schema}}
-            tools.append(tool)
-        found["tools"] = tools
+    tools = body.get("tools") or []
+    schemas = [strict_parameters(tool, index) for index, tool in enumerate(tools)]
+    # It does not take strict tools beside others either.
+    if any(schema is not None for schema in schemas) and not _is_known(tools=tools):
+        found["tools"] = [
+            tool if schema is None else _explicit(tool, schema)
+            for tool, schema in zip(tools, schemas, strict=True)
+        ]
     if strict_response_schema(body.get("response_format")) is not None:
         # A format is shown as it was sent, strict or not.
         form = {k: v for k, v in body["response_format"]["json_schema"].items() if k != "strict"}
         found["response_format"] = {**body["response_format"], "json_schema": form}
     return found
+
+
+def _explicit(tool: Mapping[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a strict tool without the word, its schema written out."""
+    function = {name: value for name, value in tool["function"].items() if name != "strict"}
+    return {**tool, "function": {**function, "parameters": schema}}
 
 
 def _is_known(**fields: Any) -> bool:

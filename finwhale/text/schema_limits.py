@@ -31,6 +31,7 @@ _COSTLY = frozenset(
 )
 # What stands under these is a value and no schema.
 _VALUES = frozenset({"enum", "const", "default", "examples", "example"})
+_TEXTS = frozenset({"title", "description", "$comment"})
 # Under these stand names, each with a schema.
 _TABLES = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 # An escape, a count (at most nine digits: more is refused by whoever compiles), any other letter.
@@ -169,6 +170,24 @@ def subschemas(schema: Any) -> Iterator[tuple[str, dict[str, Any]]]:
                 (f"{path}[{i}]", value, level + 1, False)
                 for i, value in reversed([*enumerate(node)])
             ]
+
+
+def without_texts(schema: Any, *, is_table: bool = False) -> Any:
+    """Return a copy without titles, descriptions and comments, which decide nothing.
+
+    schema  one that `check_schema` has passed, so of few levels
+    """
+    if isinstance(schema, list):
+        return [without_texts(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        name: value
+        if not is_table and name in _VALUES
+        else without_texts(value, is_table=not is_table and name in _TABLES)
+        for name, value in schema.items()
+        if is_table or name not in _TEXTS
+    }
 
 
 def _names(value: Any) -> list[str]:

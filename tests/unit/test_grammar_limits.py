@@ -17,7 +17,13 @@ from finwhale.text.grammar import (
     json_schema_constraint,
     regex_constraint,
 )
-from finwhale.text.schema_limits import MAX_LEVELS, SchemaError, _nested_count, check_schema
+from finwhale.text.schema_limits import (
+    MAX_LEVELS,
+    SchemaError,
+    _nested_count,
+    check_schema,
+    without_texts,
+)
 from finwhale.text.tokenizer import Tokenizer
 from finwhale.text.train_tokenizer import train_tokenizer
 
@@ -83,10 +89,20 @@ def test_what_takes_too_much_is_refused_with_the_reason(small, schema, message):
     assert time.process_time() - start < 2
 
 
-@pytest.mark.parametrize("pattern", ["(a{1000}){1000}", "(?:(x[)]{300}|y)z{7}){90}", "a" * 10_001])
-def test_a_pattern_that_takes_too_much_is_refused(small, pattern):
-    with pytest.raises(GrammarError, match=r"^pattern: "):
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("(a{1000}){1000}", "1000000 repetitions in repetitions"),
+        ("(?:(x[)]{300}|y)z{7}){90}", "27000 repetitions in repetitions"),
+        ("a" * 10_001, "10001 characters"),
+    ],
+    ids=["two counts", "around a choice", "long"],
+)
+def test_a_pattern_that_takes_too_much_is_refused(small, pattern, message):
+    with pytest.raises(GrammarError, match=f"^pattern: got {message}"):
         regex_constraint(small, pattern)
+    with pytest.raises(GrammarError, match=rf"^schema\.pattern: got {message}"):
+        json_schema_constraint(small, {**STRING, "pattern": pattern})
 
 
 def test_counts_multiply_where_they_stand_around_each_other():
@@ -126,6 +142,24 @@ def test_names_that_are_keywords_are_properties(small):
     assert not check_schema({**STRING, "pattern": "a"}, "")
     with pytest.raises(SchemaError, match=r"schema\.properties\.a: got 1001 optional"):
         check_schema({"type": "object", "properties": {"a": strings(1001)}}, "")
+
+
+def test_texts_of_a_schema_are_not_compiled_and_names_are_no_texts(small):
+    texts = {"title": "T", "description": "x" * 400_000, "$comment": "c"}
+    plain = {
+        "type": "object",
+        "properties": {"title": {"const": {"title": 1}}},
+        "required": ["title"],
+    }
+    told = {**plain, **texts, "properties": {"title": {**plain["properties"]["title"], **texts}}}
+    assert without_texts(told) == plain
+    json_schema_constraint(small, plain, owner="texts")
+    compiled = grammar._templates.num_compiled
+    constraint = json_schema_constraint(small, told, owner="texts")
+    assert grammar._templates.num_compiled == compiled
+    for token in small.encode('{"title": {"title": 1}}'):
+        constraint.advance(token)
+    assert constraint.is_finished or constraint.mask()[small.eos_id]
 
 
 def test_a_grammar_after_a_lost_trial_is_compiled(small):
@@ -213,11 +247,13 @@ def test_a_text_goes_on_from_any_prefix_of_it(small):
 
 @pytest.mark.parametrize("limits", [{"cpu_seconds": 0.005}, {"memory_bytes": 1 << 20}], ids=str)
 def test_the_childs_limits_are_what_refuses(small, limits):
-    """Control: the same grammar passes with the limits of a server and not with less."""
+    """Control: the same grammar passes with more of one limit and not with less."""
     size = {"vocab_size": small.vocab_size, "eos_id": small.eos_id}
-    text = json.dumps({"type": "integer", "multipleOf": 70_001})
+    # It takes 80 MB, more than what the child's allocator has in reserve.
+    size["cpu_seconds"] = 30.0
+    text = json.dumps({"type": "integer", "multipleOf": 200_001})
     for more, passes in (({}, True), (limits, False)):
-        trial = grammar_trial.Trial(small.raw.to_str(), **size, **more)
+        trial = grammar_trial.Trial(small.raw.to_str(), **{**size, **more})
         try:
             if passes:
                 assert trial.run("schema", text) >= 0

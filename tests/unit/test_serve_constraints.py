@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 
+import deepseek_recipe
 import pytest
 
 from finwhale.checkpoint import load_model
@@ -13,6 +15,7 @@ from finwhale.engine import Engine, EngineConfig
 from finwhale.serve import preparation
 from finwhale.serve.errors import InvalidRequestError
 from finwhale.serve.preparation import ChatRequest, CompletionRequest, Preparer, Sampling
+from finwhale.text import grammar
 from finwhale.text.output_parser import OutputParser
 from finwhale.text.prompt import render_prompt
 from finwhale.text.special_tokens import DSML, END_THINK, THINK
@@ -116,6 +119,24 @@ def test_a_tool_whose_arguments_follow_no_grammar_is_named(preparer):
     assert note.startswith("the arguments of f follow no grammar: ")
 
 
+def test_without_the_library_the_first_line_is_forced_and_a_note_says_so(
+    preparer, tokenizer, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    grammar._vocabulary.cache_clear()
+    grammar._templates.clear()
+    request = ChatRequest(messages=USER, tools=[WEATHER], tool_choice="required", thinking=False)
+    prepared = preparer.chat(request)
+    assert any("llguidance" in note for note in prepared.notes)
+    walker = prepared.params.constraint.copy()
+    line = f'<{DSML} invoke name="get_weather">\n'
+    for token in tokenizer.encode(line, parse_markers=True):
+        assert walker.mask().nonzero()[:, 0].tolist() == [token]
+        walker.advance(token)
+    assert walker.mask().all()
+    assert refused(preparer, response_format=formed(OK)).code == "not_installed"
+
+
 def test_one_call_at_a_time_is_told_to_grammar_and_parser(preparer, monkeypatch, tokenizer):
     asked = []
 
@@ -185,6 +206,25 @@ STRICT = {
     },
     "flat": {"type": "object", "properties": {"city": STRING}},
 }
+
+
+def test_strict_tools_stand_beside_others(preparer, tokenizer):
+    """The prompt's library refuses the mixture; each tool is shown all the same."""
+    names = iter("abcd")
+    tools = [WEATHER] + [
+        {
+            "type": "function",
+            "function": {**function(STRICT[key], strict=True)["function"], "name": next(names)},
+        }
+        for key in ("flat", "nullable model")
+    ]
+    for declared in (tools, tools[1:], tools[::-1]):
+        prepared = preparer.chat(ChatRequest(messages=USER, tools=declared))
+        text = text_of(tokenizer, prepared.prompt)
+        for tool in declared:
+            assert f'{{"name": "{tool["function"]["name"]}"' in text
+        assert '"$defs": {"Pet"' in text
+        assert '"anyOf"' in text
 
 
 @pytest.mark.parametrize("name", STRICT)
@@ -270,6 +310,34 @@ def test_a_format_is_shown_as_it_was_sent_and_a_strict_tool_as_the_library_write
     assert line in "".join(s.text for s in render_prompt(USER, tools=[tool]))
 
 
+def test_the_prompt_of_what_the_library_takes_is_the_librarys(preparer):
+    """Strict schemas of its own subset: byte for byte what it renders when nobody steps between."""
+    inner = {"type": "object", "description": "d", "properties": {"x": {**STRING, "default": "y"}}}
+    union = {"anyOf": [inner, {"type": "null"}]}
+    schemas = [
+        STRICT["flat"],
+        {"type": "object", "properties": {"b": {"type": "integer", "minimum": 1}, "a": union}},
+        {
+            "type": "object",
+            "properties": {"a": {"$ref": "#/$defs/I", "description": "e"}},
+            "$defs": {"I": inner},
+            "required": ["a"],
+            "additionalProperties": False,
+        },
+    ]
+    for schema in schemas:
+        for fields in (
+            {"tools": [function(schema, strict=True)]},
+            {"response_format": formed(schema, strict=True)},
+        ):
+            body = {"model": "DeepSeek-V4.1-Flash", "messages": USER, **fields}
+            request = deepseek_recipe.ChatCompletionRequest(body)
+            conversation = request.convert(deepseek_recipe.ConversionOptions()).conversation
+            encoding = deepseek_recipe.DeepseekV41Encoding()
+            wanted = encoding.render_conversation(conversation).prompt
+            assert "".join(s.text for s in render_prompt(USER, **fields)) == wanted
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -278,6 +346,8 @@ def test_a_format_is_shown_as_it_was_sent_and_a_strict_tool_as_the_library_write
         ({"response_format": {"type": "nothing"}}, "response_format"),
         ({"response_format": formed({"$ref": "#"}), "thinking": False}, "response_format"),
         ({"response_format": {"type": "regex", "regex": "(a{1000}){1000}"}}, "response_format"),
+        ({"response_format": {"type": "regex"}}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
         ({"messages": [{"role": "nobody", "content": "x"}]}, "messages"),
         ({"messages": []}, "messages"),
     ],
