@@ -302,7 +302,7 @@ class Preparer:
 def _too_long(param: str, got: str, context_tokens: int) -> InvalidRequestError:
     return InvalidRequestError(
         f"{param}: got {got}, expected fewer than the context of {context_tokens} tokens; "
-        "shorten it",
+        "shorten the prompt",
         param=param,
         code="context_length_exceeded",
     )
