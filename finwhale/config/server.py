@@ -34,6 +34,8 @@ class ServerConfig:
     temperature, top_p   for requests that name none
     deepseek_normalise   sampling as the hosted service forces it: thinking at temperature 1 with
                          top_p in [0.95, 1], otherwise top_p 1
+    strict_tool_choice   refuse a forced tool while thinking is on, as the hosted service does;
+                         otherwise it is answered with thinking off
     allowed_hosts        names in the Host header that are answered; () answers all
     cors_origins         origins whose pages may call; none by default
     """
@@ -55,6 +57,7 @@ class ServerConfig:
     temperature: float = 1.0
     top_p: float = 0.95
     deepseek_normalise: bool = False
+    strict_tool_choice: bool = False
     allowed_hosts: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()
 

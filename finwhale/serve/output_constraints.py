@@ -1,6 +1,6 @@
-"""What must hold before free text or a grammar: an end of reasoning, a call of a known tool.
+"""The constraints of a chat, built of plain values: a response format, a call that is forced.
 
-Both have the shape of `finwhale.engine.request.Constraint` and are walked by the engine. They
+All have the shape of `finwhale.engine.request.Constraint` and are walked by the engine. They
 refuse nothing that the prompt's own form allows. A newcomer's mistake: giving the engine a JSON
 grammar for a thinking request; it would forbid the reasoning itself, so `AfterReasoning` holds
 the grammar back until `</think>`. Source: spec/multimodal-serving.md section B.5; cases.md 109.
@@ -8,17 +8,93 @@ the grammar back until `</think>`. Source: spec/multimodal-serving.md section B.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from finwhale.engine.request import Constraint
+from finwhale.text.call_grammar import CalledTool, calls_constraint
+from finwhale.text.grammar import (
+    GrammarError,
+    json_object_constraint,
+    json_schema_constraint,
+    regex_constraint,
+)
 from finwhale.text.prompt import Segment, encode_segment
 from finwhale.text.special_tokens import DSML, END_THINK
 from finwhale.text.tokenizer import Tokenizer
 
 _END = END_THINK.encode()
+
+
+def format_constraint(
+    tokenizer: Tokenizer,
+    response_format: Mapping[str, Any] | None,
+    *,
+    vocab_size: int,
+    prefix: Sequence[int] = (),
+    is_reasoning: bool = False,
+    owner: str = "",
+) -> Constraint | None:
+    """Return the constraint of a response format; None for free text.
+
+    prefix        ids of the answer's beginning that the prompt ends with
+    is_reasoning  the prompt ends inside a reasoning; the answer begins behind it
+    owner         the tenant, who shares no compiled grammar with others
+
+    Raises GrammarError for a format that cannot be followed.
+    """
+    kind = (response_format or {}).get("type")
+    if response_format is None or kind in (None, "text"):
+        return None
+    settings: dict[str, Any] = {"vocab_size": vocab_size, "prefix": prefix, "owner": owner}
+    if kind == "json_object":
+        constraint = json_object_constraint(tokenizer, **settings)
+    elif kind == "json_schema":
+        schema = (response_format.get("json_schema") or {}).get("schema")
+        if not isinstance(schema, dict):
+            want = "an object with a JSON schema"
+            raise GrammarError(
+                f"response_format.json_schema.schema: got {str(schema)[:80]!r}, expected {want}"
+            )
+        constraint = json_schema_constraint(tokenizer, schema, **settings)
+    else:
+        pattern = response_format.get("regex")
+        if not isinstance(pattern, str):
+            want = "a pattern, a string"
+            raise GrammarError(f"response_format.regex: got {str(pattern)[:80]!r}, expected {want}")
+        constraint = regex_constraint(tokenizer, pattern, **settings)
+    if is_reasoning:
+        return AfterReasoning(constraint, tokenizer, vocab_size=vocab_size)
+    return constraint
+
+
+def call_constraint(
+    tokenizer: Tokenizer,
+    tools: Sequence[tuple[str, Mapping[str, Any]]],
+    *,
+    parallel: bool,
+    vocab_size: int,
+    owner: str = "",
+) -> tuple[Constraint, tuple[str, ...]]:
+    """Return the constraint to calls of `tools` behind the opener, and a sentence on what is loose.
+
+    tools     (name, JSON schema of the arguments) of each that may be called
+    parallel  more than one call may follow
+    """
+    called = [CalledTool(name, schema) for name, schema in tools]
+    try:
+        constraint, loose = calls_constraint(
+            tokenizer, called, parallel=parallel, vocab_size=vocab_size, owner=owner
+        )
+    except ModuleNotFoundError as error:
+        names = [name for name, _ in tools]
+        note = f"the arguments of calls follow no grammar: {error}"
+        return opens_call(tokenizer, names, vocab_size=vocab_size), (note,)
+    notes = [f"the arguments of {name} follow no grammar: {reason}" for name, reason in loose]
+    return constraint, tuple(notes)
 
 
 class AfterReasoning:

@@ -11,7 +11,8 @@ finwhale/serve/preparation.py. Source: spec/multimodal-serving.md sections B.2 t
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,7 +22,13 @@ from finwhale.config.server import ServerConfig
 from finwhale.serve.errors import InvalidRequestError, ServeError
 from finwhale.telemetry import get_logger
 from finwhale.text.output_parser import OutputParserError, check_stops
-from finwhale.text.prompt import PromptError, encode_prompt, thinking_and_effort
+from finwhale.text.prompt import (
+    PromptError,
+    encode_prompt,
+    strict_parameters,
+    strict_response_schema,
+    thinking_and_effort,
+)
 from finwhale.text.special_tokens import END_THINK, THINK
 from finwhale.text.tokenizer import Tokenizer, TokenizerError
 
@@ -29,6 +36,22 @@ logger = get_logger("serve")
 
 MAX_NEW_TOKENS = 393_216  # spec/multimodal-serving.md section B.7
 _TEXT_PARTS = ("text", "tool_result")
+_FIELD = re.compile(r"[A-Za-z_]\w*(?=[.:\[])")
+# The field of a request for the names that the rooms below use.
+_PARAMS = {
+    "conversation": "messages",
+    "prefix": "messages",
+    "schema": "response_format",
+    "pattern": "response_format",
+    "calls": "tools",
+    "effort": "reasoning_effort",
+    "max_new_tokens": "max_tokens",
+}
+_NO_THINKING = (
+    "tool_choice: got a forced call while thinking is on, expected thinking off; send "
+    "thinking disabled or reasoning_effort none"
+)
+_THINKING_OFF = "thinking is off for this request, since tool_choice forces a call"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,8 +137,10 @@ class Plan:
     is_reasoning  whether the prompt ends inside a reasoning
     may_call      whether calls are looked for in the answer
     max_calls     most calls of the answer, None for any number
-    must_call     names of the functions that the answer has to call one of; () leaves it free
-    response_format  as asked; enforced unless tools may be called
+    must_call     (name, JSON schema of the arguments) of the functions that the answer has to
+                  call one of; () leaves it free
+    response_format  as asked, a strict schema written out; enforced unless tools may be called
+    num_prefix    how many ids at the prompt's end begin the answer
     echo          how many ids at the prompt's end every choice repeats, 0 for none
     notes         what is served otherwise than asked, in words for the client
     """
@@ -128,8 +153,9 @@ class Plan:
     is_reasoning: bool = False
     may_call: bool = False
     max_calls: int | None = None
-    must_call: tuple[str, ...] = ()
+    must_call: tuple[tuple[str, Mapping[str, Any]], ...] = ()
     response_format: Mapping[str, Any] | None = None
+    num_prefix: int = 0
     echo: int = 0
     notes: tuple[str, ...] = ()
 
@@ -143,6 +169,7 @@ class Planner:
     def __init__(self, tokenizer: Tokenizer, config: ServerConfig, *, context_tokens: int) -> None:
         """Keep what every request needs."""
         self.tokenizer, self.config, self.context_tokens = tokenizer, config, context_tokens
+        self._most_bytes = context_tokens * tokenizer.longest_token_bytes
 
     def warm_up(self) -> None:
         """Load what the first plan would load."""
@@ -161,9 +188,16 @@ class Planner:
 
     def _chat(self, request: ChatRequest) -> Plan:
         _check_messages(request.messages)
+        self._check_length(_texts_of(request), "messages")
         check_stops(request.sampling.stop)
         thinking, effort = thinking_and_effort(request.thinking, request.effort)
         tools = list(request.tools or ())
+        must_call = _check_tool_choice(tools, request.tool_choice)
+        notes = request.notes
+        if must_call and thinking:
+            if self.config.strict_tool_choice:
+                raise InvalidRequestError(_NO_THINKING, param="tool_choice")
+            thinking, notes = False, (*notes, _THINKING_OFF)
         prompt = encode_prompt(
             self.tokenizer,
             request.messages,
@@ -173,26 +207,30 @@ class Planner:
             response_format=request.response_format,
             tool_choice=request.tool_choice,
         )
-        may_call = bool(tools) and request.tool_choice != "none"
-        must_call = may_call and request.tool_choice not in (None, "auto")
-        names = _callable_names(tools, request.tool_choice) if must_call else []
+        self._check_room(prompt, request.sampling, "messages")
+        tag = _last_tag(self.tokenizer, prompt)
+        is_reasoning = tag is not None and prompt[tag] == self.tokenizer.marker_id(THINK)
+        called = _called_tools(tools, request.tool_choice) if must_call else []
         return Plan(
             prompt=np.array(prompt, np.int32),
             sampling=self._settled(request.sampling, len(prompt), is_thinking=thinking),
             tenant=request.tenant,
             reads_chat=True,
             is_thinking=thinking,
-            is_reasoning=_ends_in_reasoning(self.tokenizer, prompt),
-            may_call=may_call,
+            is_reasoning=is_reasoning,
+            may_call=bool(tools) and request.tool_choice != "none",
             max_calls=None if request.parallel_tool_calls else 1,
-            must_call=tuple(names),
-            response_format=request.response_format,
-            notes=request.notes,
+            must_call=tuple(called),
+            response_format=_explicit(request.response_format),
+            # What stands after the tag is the beginning of the answer, a prefix.
+            num_prefix=0 if tag is None or is_reasoning else len(prompt) - tag - 1,
+            notes=notes,
         )
 
     def _text(self, request: CompletionRequest) -> Plan:
         check_stops(request.sampling.stop)
         if isinstance(request.prompt, str):
+            self._check_length([request.prompt], "prompt")
             ids = self.tokenizer.encode(request.prompt)
             prompt = [self.tokenizer.bos_id, *ids]
         else:
@@ -202,6 +240,7 @@ class Planner:
             raise InvalidRequestError(
                 f"prompt: got id {bad}, expected ids of the vocabulary", param="prompt"
             )
+        self._check_room(prompt, request.sampling, "prompt")
         return Plan(
             prompt=np.array(prompt, np.int32),
             sampling=self._settled(request.sampling, len(prompt), is_thinking=False),
@@ -222,32 +261,42 @@ class Planner:
             # spec/multimodal-serving.md section B.7
             temperature = 1.0 if is_thinking else temperature
             top_p = min(1.0, max(0.95, top_p)) if is_thinking else 1.0
-        room = self.context_tokens - num_prompt
-        if room < 1 and sampling.max_tokens != 0:
-            raise InvalidRequestError(
-                f"messages: got {num_prompt} tokens, expected fewer than the context of "
-                f"{self.context_tokens}; shorten the prompt",
-                param="messages",
-                code="context_length_exceeded",
-            )
         max_tokens = sampling.max_tokens
         if max_tokens is None:
-            max_tokens = min(config.default_max_tokens, room)
+            max_tokens = min(config.default_max_tokens, self.context_tokens - num_prompt)
         return replace(sampling, max_tokens=max_tokens, temperature=temperature, top_p=top_p)
+
+    def _check_length(self, texts: Iterable[str], param: str) -> None:
+        """Refuse texts whose bytes no number of tokens of the context could hold."""
+        most, got = self._most_bytes, 0
+        for text in texts:
+            # A text of N characters has at least N bytes, and is not encoded to be refused.
+            got += len(text) if len(text) > most else len(text.encode("utf-8", "replace"))
+            if got > most:
+                raise _too_long(param, f"more than {most} bytes", self.context_tokens)
+
+    def _check_room(self, prompt: Sequence[int], sampling: Sampling, param: str) -> None:
+        """Refuse a prompt that leaves no token to generate where one is asked for."""
+        if len(prompt) >= self.context_tokens and sampling.max_tokens != 0:
+            raise _too_long(param, f"{len(prompt)} tokens", self.context_tokens)
+
+
+def _too_long(param: str, got: str, context_tokens: int) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"{param}: got {got}, expected fewer than the context of {context_tokens} tokens; "
+        "shorten the prompt",
+        param=param,
+        code="context_length_exceeded",
+    )
 
 
 def refusal(error: Exception) -> InvalidRequestError:
     """Return a room's refusal with the field at fault, which begins its message."""
-    field_name = str(error).partition(":")[0]
-    param = {
-        "conversation": "messages",
-        "schema": "response_format",
-        "pattern": "response_format",
-        "effort": "reasoning_effort",
-        "max_new_tokens": "max_tokens",
-    }.get(field_name, field_name if field_name.isidentifier() else None)
+    # The path of a field ends with a colon, and its name with the first dot or bracket.
+    field_name = _FIELD.match(str(error))
+    name = field_name.group() if field_name is not None else None
     text = str(error).replace("max_new_tokens", "max_tokens")
-    return InvalidRequestError(text, param=param, code="invalid_value")
+    return InvalidRequestError(text, param=_PARAMS.get(name or "", name), code="invalid_value")
 
 
 def _with_refusals(plan: Callable[[Any], Plan], request: Any) -> Plan:
@@ -307,19 +356,72 @@ def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
                 )
 
 
-def _ends_in_reasoning(tokenizer: Tokenizer, prompt: Sequence[int]) -> bool:
-    """Return whether the last tag of the prompt opens a reasoning.
+def _texts_of(request: ChatRequest) -> Iterator[str]:
+    """Yield the long texts of a chat: contents, reasoning and arguments of its messages."""
+    for message in request.messages:
+        content = message.get("content")
+        parts = content if isinstance(content, list) else [content]
+        values = [part.get("text") if isinstance(part, dict) else part for part in parts]
+        for call in message.get("tool_calls") or ():
+            values.append(call["function"].get("arguments"))
+        yield from (v for v in (*values, message.get("reasoning_content")) if isinstance(v, str))
 
-    The header of the turn to generate ends with a tag, behind which only a prefix can stand.
+
+def _last_tag(tokenizer: Tokenizer, prompt: Sequence[int]) -> int | None:
+    """Return where the prompt's last `<think>` or `</think>` marker stands.
+
+    The header of the turn to generate ends with one, behind which only a prefix can stand.
     """
-    opening, ending = tokenizer.marker_id(THINK), tokenizer.marker_id(END_THINK)
-    return next((i == opening for i in reversed(prompt) if i in (opening, ending)), False)
+    tags = (tokenizer.marker_id(THINK), tokenizer.marker_id(END_THINK))
+    return next((i for i in reversed(range(len(prompt))) if prompt[i] in tags), None)
 
 
-def _callable_names(
-    tools: Sequence[Mapping[str, Any]], tool_choice: str | Mapping[str, Any] | None
-) -> list[str]:
-    """Return the names of the functions that a required or named choice may call."""
-    if isinstance(tool_choice, Mapping):
-        return [str((tool_choice.get("function") or {}).get("name"))]
-    return sorted({str((tool.get("function") or {}).get("name")) for tool in tools})
+def _check_tool_choice(
+    tools: Sequence[Mapping[str, Any]], choice: str | Mapping[str, Any] | None
+) -> bool:
+    """Return whether a call is forced; refuse a choice that no declared tool can satisfy."""
+    if choice in (None, "auto", "none"):
+        return False
+    if not isinstance(choice, Mapping) and choice != "required":
+        want = "'auto', 'none', 'required' or a named function"
+        raise InvalidRequestError(
+            f"tool_choice: got {str(choice)[:80]!r}, expected {want}", param="tool_choice"
+        )
+    names = [_name_of(tool) for tool in tools]
+    wanted = _name_of(choice) if isinstance(choice, Mapping) else None
+    if not tools or (wanted is not None and wanted not in names):
+        got = "required" if wanted is None else f"the function {wanted[:80]!r}"
+        declared = ", ".join(names[:8]) if names else "none is declared"
+        raise InvalidRequestError(
+            f"tool_choice: got {got}, expected a tool of this request ({declared}); "
+            "declare it in tools, or leave tool_choice out",
+            param="tool_choice",
+        )
+    return True
+
+
+def _name_of(tool: Mapping[str, Any]) -> str:
+    function = tool.get("function")
+    return str(function.get("name")) if isinstance(function, Mapping) else "None"
+
+
+def _called_tools(
+    tools: Sequence[Mapping[str, Any]], choice: str | Mapping[str, Any] | None
+) -> list[tuple[str, Mapping[str, Any]]]:
+    """Return (name, schema) of the functions that a required or named choice may call."""
+    wanted = _name_of(choice) if isinstance(choice, Mapping) else None
+    found = []
+    for index, tool in enumerate(tools):
+        if wanted in (None, _name_of(tool)):
+            strict = strict_parameters(tool, index)
+            schema = tool["function"].get("parameters") or {}
+            found.append((_name_of(tool), schema if strict is None else strict))
+    return found
+
+
+def _explicit(response_format: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """Return a response format in which a strict schema says all that it means."""
+    schema = strict_response_schema(response_format)
+    if response_format is None or schema is None:
+        return response_format
+    return {**response_format, "json_schema": {**response_format["json_schema"], "schema": schema}}

@@ -8,22 +8,15 @@ answer begins with reasoning"; a prefix may have ended it, so the last tag of th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from finwhale.config.server import ServerConfig
 from finwhale.engine.request import Constraint, RequestError, SamplingParams
 from finwhale.serve.errors import InvalidRequestError
 from finwhale.serve.generation import ChatReader, ChoiceReader, TextReader
-from finwhale.serve.output_constraints import AfterReasoning, opens_call
+from finwhale.serve.output_constraints import call_constraint, format_constraint
 from finwhale.serve.planning import ChatRequest, CompletionRequest, Plan, Planner, refusal
-from finwhale.text.grammar import (
-    GrammarError,
-    json_object_constraint,
-    json_schema_constraint,
-    regex_constraint,
-)
+from finwhale.text.grammar import GrammarError
 from finwhale.text.output_parser import OutputParser
 from finwhale.text.tokenizer import Tokenizer
 
@@ -83,22 +76,39 @@ class Preparer:
             raise InvalidRequestError("the body is nested too deeply; flatten it") from None
 
     def _prepared(self, plan: Plan) -> Prepared:
-        constraint = self._constraint(plan)
+        constraint, loose = self._constraint(plan)
         params = self._params(plan, constraint)
         readers = [self._reader(plan, constraint) for _ in range(params.n)]
         prompt = plan.prompt.tolist()
-        echo = prompt[len(prompt) - plan.echo :] if plan.echo else None
-        return Prepared(prompt=prompt, params=params, readers=readers, echo=echo, notes=plan.notes)
+        return Prepared(
+            prompt=prompt,
+            params=params,
+            readers=readers,
+            echo=prompt[len(prompt) - plan.echo :] if plan.echo else None,
+            notes=(*plan.notes, *loose),
+        )
 
-    def _constraint(self, plan: Plan) -> Constraint | None:
+    def _constraint(self, plan: Plan) -> tuple[Constraint | None, tuple[str, ...]]:
+        """Return the constraint of the answer, and sentences on what it leaves loose."""
         if plan.must_call:
-            return opens_call(self.tokenizer, plan.must_call, vocab_size=self.vocab_size)
+            return call_constraint(
+                self.tokenizer,
+                plan.must_call,
+                parallel=plan.max_calls is None,
+                vocab_size=self.vocab_size,
+                owner=plan.tenant,
+            )
         if plan.may_call:
-            return None
-        constraint = self._format_constraint(plan.response_format)
-        if constraint is None or not plan.is_reasoning:
-            return constraint
-        return AfterReasoning(constraint, self.tokenizer, vocab_size=self.vocab_size)
+            return None, ()
+        constraint = format_constraint(
+            self.tokenizer,
+            plan.response_format,
+            vocab_size=self.vocab_size,
+            prefix=plan.prompt[len(plan.prompt) - plan.num_prefix :].tolist(),
+            is_reasoning=plan.is_reasoning,
+            owner=plan.tenant,
+        )
+        return constraint, ()
 
     def _reader(self, plan: Plan, constraint: Constraint | None) -> ChoiceReader:
         stop = plan.sampling.stop
@@ -137,23 +147,4 @@ class Preparer:
             presence_penalty=sampling.presence_penalty,
             frequency_penalty=sampling.frequency_penalty,
             constraint=constraint,
-        )
-
-    def _format_constraint(self, response_format: Mapping[str, Any] | None) -> Constraint | None:
-        kind = (response_format or {}).get("type")
-        if response_format is None or kind in (None, "text"):
-            return None
-        if kind == "json_object":
-            return json_object_constraint(self.tokenizer, vocab_size=self.vocab_size)
-        if kind == "json_schema":
-            schema = (response_format.get("json_schema") or {}).get("schema")
-            if not isinstance(schema, dict):
-                want = "an object with a JSON schema"
-                raise InvalidRequestError(
-                    f"response_format: json_schema.schema: got {schema!r}, expected {want}",
-                    param="response_format",
-                )
-            return json_schema_constraint(self.tokenizer, schema, vocab_size=self.vocab_size)
-        return regex_constraint(
-            self.tokenizer, str(response_format.get("regex")), vocab_size=self.vocab_size
         )

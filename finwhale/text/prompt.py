@@ -19,7 +19,8 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from finwhale.text.special_tokens import DSML, END_THINK, EOS, IMAGE
+from finwhale.text.special_tokens import DSML, END_THINK, EOS, IMAGE, SYSTEM
+from finwhale.text.strict_schema import StrictSchemaError, strict_schema
 from finwhale.text.tokenizer import Tokenizer
 
 EFFORTS = {
@@ -110,8 +111,12 @@ def render_prompt(
         "thinking": {"type": "enabled" if thinking else "disabled"},
         **{name: value for name, value in optional.items() if value is not None},
     }
-    segments = _render(*_without_namespaces(body))
+    body, names = _without_namespaces(body)
+    segments = _render(_with_schemas_it_knows(body), names)
     if thinking:
+        if len(segments) < 3 or segments[1] != Segment(SYSTEM, True):
+            want = "some text or a message of a user"
+            raise PromptError(f"messages: got nothing but an empty system message, expected {want}")
         # Markers 0 and 1 are begin-of-sentence and system; the effort line opens the next segment.
         written, wanted = _EFFORT_LINE.format(DEFAULT_EFFORT), _EFFORT_LINE.format(number)
         if segments[2].is_marker or not segments[2].text.startswith(written):
@@ -243,6 +248,103 @@ def _refuse_arguments_that_end_their_markup(message: Mapping[str, Any]) -> None:
                 )
 
 
+def strict_parameters(tool: Mapping[str, Any], index: int) -> dict[str, Any] | None:
+    """Return the schema of a tool's arguments as `strict: true` makes it; None without strict.
+
+    Raises PromptError with the path of what the subset refuses.
+    """
+    function = tool.get("function")
+    if not isinstance(function, Mapping) or function.get("strict") is not True:
+        return None
+    parameters = function.get("parameters") or {"type": "object", "properties": {}}
+    try:
+        return strict_schema(parameters, f"tools[{index}].function.parameters")
+    except StrictSchemaError as error:
+        # The library overlooks some keywords that the subset refuses.
+        if _is_known(tools=[tool]):
+            return dict(parameters)
+        raise PromptError(str(error)) from None
+
+
+def strict_response_schema(response_format: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return the schema of a response format with `strict: true`, made explicit; otherwise None."""
+    form = (response_format or {}).get("json_schema")
+    if not isinstance(form, Mapping) or form.get("strict") is not True:
+        return None
+    try:
+        return strict_schema(form.get("schema"), "response_format.json_schema.schema")
+    except StrictSchemaError as error:
+        if isinstance(form.get("schema"), dict) and _is_known(response_format=response_format):
+            return form["schema"]
+        raise PromptError(str(error)) from None
+
+
+def _with_schemas_it_knows(body: dict[str, Any]) -> dict[str, Any]:
+    """Return a body whose strict schemas the library takes; raise for one that is not strict.
+
+    The library's own subset is smaller than that of strict. What it knows it writes in its own
+    form; the others are given to it explicit and without the word.
+    """
+    found = dict(body)
+    tools = body.get("tools") or []
+    schemas = [strict_parameters(tool, index) for index, tool in enumerate(tools)]
+    # It does not take strict tools beside others either.
+    if any(schema is not None for schema in schemas) and not _is_known(tools=tools):
+        found["tools"] = [
+            tool if schema is None else _explicit(tool, schema)
+            for tool, schema in zip(tools, schemas, strict=True)
+        ]
+    if strict_response_schema(body.get("response_format")) is not None:
+        # A format is shown as it was sent, strict or not.
+        form = {k: v for k, v in body["response_format"]["json_schema"].items() if k != "strict"}
+        found["response_format"] = {**body["response_format"], "json_schema": form}
+    return found
+
+
+def _explicit(tool: Mapping[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a strict tool without the word, its schema written out."""
+    function = {name: value for name, value in tool["function"].items() if name != "strict"}
+    return {**tool, "function": {**function, "parameters": schema}}
+
+
+def _is_known(**fields: Any) -> bool:
+    """Return whether the library takes these fields of a request beside a plain conversation."""
+    return _refusal_of(**fields) is None
+
+
+def _refusal_of(**fields: Any) -> str | None:
+    """Return why the library refuses these fields beside a plain conversation, if it does."""
+    recipe = _recipe()
+    body = {
+        "model": _MODEL,
+        "messages": [{"role": "user", "content": "json"}],
+        "thinking": {"type": "disabled"},
+        **fields,
+    }
+    try:
+        recipe.ChatCompletionRequest(body).convert(recipe.ConversionOptions())
+    except (ValueError, TypeError, recipe.ConversionError) as error:
+        return str(error)
+    return None
+
+
+def _place_of(body: Mapping[str, Any]) -> str:
+    """Return the field that the library refuses, with its number; its own words name none."""
+    tools = body.get("tools")
+    for index, tool in enumerate(tools or ()):
+        if _refusal_of(tools=[tool]) is not None:
+            return f"tools[{index}]"
+    if tools and _refusal_of(tools=tools) is not None:
+        return "tools"
+    asked = {name: body[name] for name in ("tools", "tool_choice") if name in body}
+    if "tool_choice" in asked and _refusal_of(**asked) is not None:
+        return "tool_choice"
+    form = body.get("response_format")
+    if form is not None and _refusal_of(response_format=form) is not None:
+        return "response_format"
+    return "conversation"
+
+
 def _render(body: dict[str, Any], names: Mapping[str, str]) -> list[Segment]:
     """Return the library's rendering of a chat request, cut at the markers it wrote.
 
@@ -262,7 +364,7 @@ def _render(body: dict[str, Any], names: Mapping[str, str]) -> list[Segment]:
         told = str(error)
         for stand_in, name in names.items():
             told = told.replace(stand_in, name)
-        raise PromptError(f"conversation: {told}") from None
+        raise PromptError(f"{_place_of(body)}: {told}") from None
     prompt, at = rendered.prompt, 0
     segments = []
     for begin, end in [*rendered.special_ranges, (len(prompt), len(prompt))]:

@@ -144,16 +144,17 @@ def test_a_tool_loop_goes_on_from_the_very_tokens_of_its_first_turn(world, token
     assert "<tool_result>Error: rain</tool_result>" in tokenizer.decode(after)
 
 
-def test_any_tool_starts_inside_the_block_and_wants_an_answer_without_thinking(world):
-    inside = ("<", DSML, ' invoke name="get_weather">\n</', DSML, " invoke>\n</", DSML, " calls>")
+def test_any_tool_starts_inside_the_block_and_turns_thinking_off(world):
+    # A call without arguments has an empty line.
+    inside = ("<", DSML, ' invoke name="get_weather">\n\n</', DSML, " invoke>\n</", DSML, " calls>")
     for choice in ({"type": "any"}, {"type": "tool", "name": "get_weather"}):
         (call,) = create(world, *inside, tools=[TOOL], tool_choice=choice).content
         assert (call.type, call.name, call.input) == ("tool_use", "get_weather", {})
     # The engine is held to it: free text breaks the constraint.
     with pytest.raises(anthropic.InternalServerError, match="token"):
         create(world, "no", tools=[TOOL], tool_choice={"type": "any"})
-    with pytest.raises(anthropic.BadRequestError, match="tool_choice"):
-        create(world, "x", tools=[TOOL], tool_choice={"type": "any"}, thinking=ON)
+    (call,) = create(world, *inside, tools=[TOOL], tool_choice={"type": "any"}, thinking=ON).content
+    assert (call.type, call.name) == ("tool_use", "get_weather")
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -185,13 +186,13 @@ def test_an_answer_that_ends_at_once_has_no_block(world):
 
 
 def test_a_schema_holds_for_the_answer(world):
-    text = '{"a":"x"}'
+    text = '{"a": "x"}'
     fields = {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}
     messages = [{"role": "user", "content": "json"}]
     assert create(world, text, messages=messages, **fields).content[0].text == text
     # The engine's constraint sees what breaks the schema.
     with pytest.raises(anthropic.InternalServerError):
-        create(world, '{"a":"z"}', messages=messages, **fields)
+        create(world, '{"a": "z"}', messages=messages, **fields)
 
 
 def test_effort_and_system_reach_the_prompt(world, tokenizer):

@@ -141,12 +141,12 @@ def test_a_limit_makes_an_answer_incomplete(world, stream):
 def test_a_schema_holds_for_the_answer_and_is_echoed(world):
     form = {"type": "json_schema", "name": "n", "schema": SCHEMA}
     fields = {"input": "json", "text": {"format": form}}
-    answer = create(world, '{"a":"x"}', **fields)
+    answer = create(world, '{"a": "x"}', **fields)
     assert json.loads(answer.output_text) == {"a": "x"}
     assert answer.text.format.name == "n"
     # The engine's constraint sees what breaks the schema.
     with pytest.raises(openai.InternalServerError):
-        create(world, '{"a":"z"}', **fields)
+        create(world, '{"a": "z"}', **fields)
 
 
 def test_instructions_and_effort_reach_the_prompt(world, tokenizer):

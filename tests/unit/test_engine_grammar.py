@@ -14,7 +14,7 @@ from finwhale.text.train_tokenizer import train_tokenizer
 from tests.models import build
 
 TEXTS = ('{"count": 12, "colour": "red"}\n' * 4, '{"a": [1, 2.5, null, true]}\n' * 4)
-# Bounded on every side: a random model would write digits and blanks for ever.
+# Bounded on every side: a random model would write digits for ever.
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -23,7 +23,6 @@ SCHEMA = {
     },
     "required": ["count", "colour"],
     "additionalProperties": False,
-    "x-guidance": {"whitespace_flexible": False},
 }
 
 
@@ -84,3 +83,32 @@ def test_without_the_constraint_the_same_model_writes_no_json(model, tokenizer):
     (ids,) = served(model, tokenizer, [free])
     with pytest.raises(ValueError, match=r"Expecting|Extra|Invalid|delimiter"):
         json.loads(tokenizer.decode([i for i in ids if i < 310]))
+
+
+def test_a_grammar_that_is_given_up_ends_its_own_choice_and_no_other(model, tokenizer):
+    """Its matcher may have 20,000 states, and every letter here makes new ones."""
+    vocab = model.config.text_config.vocab_size
+    letters = dict.fromkeys(range(vocab), 0.0)
+    for letter in "ab":
+        letters[tokenizer.encode(letter)[0]] = 100.0
+    hostile = SamplingParams(
+        max_new_tokens=480,
+        seed=1,
+        logit_bias=letters,
+        constraint=regex_constraint(tokenizer, "(.*a.{1,50}b){60}", vocab_size=vocab),
+    )
+    honest = [request(tokenizer, model, seed) for seed in range(2)]
+    alone = served(model, tokenizer, honest)
+    engine = Engine(model, EngineConfig(num_blocks=96, block_size=16))
+    names = [engine.add([0, 5, 9, n], params) for n, params in enumerate([*honest, hostile])]
+    tokens: dict[str, list[int]] = {name: [] for name in names}
+    reasons, errors = {}, {}
+    while engine.has_work:
+        for output in engine.step():
+            tokens[output.request_id] += [result.token for result in output.new]
+            if output.is_last:
+                reasons[output.request_id] = output.finish_reason
+                errors[output.request_id] = output.error
+    assert [reasons[name] for name in names] == ["stop", "stop", "error"]
+    assert "GrammarError: grammar: " in errors[names[2]]
+    assert [tokens[name] for name in names[:2]] == alone

@@ -114,15 +114,14 @@ def test_unmasked_draws_are_not_json(small, seed):
 
 @pytest.mark.parametrize("value", [{"count": -12, "colour": "grün"}, {"count": 0}])
 def test_a_valid_text_is_allowed_as_the_tokenizer_writes_it(small, value):
-    """The mask forbids nothing that it should not, whatever the blanks."""
-    for blanks in ({}, {"separators": (",", ":")}, {"indent": 1}):
-        constraint = json_schema_constraint(small, json.dumps(SCHEMA))
-        for token in small.encode(json.dumps(value, ensure_ascii=False, **blanks)):
-            assert not constraint.is_finished
-            assert constraint.mask()[token]
-            constraint.advance(token)
-        assert constraint.is_finished
-        assert constraint.mask().nonzero()[:, 0].tolist() == [small.eos_id]
+    """The mask forbids nothing that it should not, spaced as json.dumps spaces."""
+    constraint = json_schema_constraint(small, json.dumps(SCHEMA))
+    for token in small.encode(json.dumps(value, ensure_ascii=False)):
+        assert not constraint.is_finished
+        assert constraint.mask()[token]
+        constraint.advance(token)
+    assert constraint.is_finished
+    assert constraint.mask().nonzero()[:, 0].tolist() == [small.eos_id]
 
 
 @pytest.mark.parametrize(
@@ -235,7 +234,7 @@ def test_mask_has_the_models_vocabulary(small, extra):
     ("schema", "message"),
     [
         ("nonsense", "schema: not JSON"),
-        ({"type": "object", "default": object()}, "schema: not JSON"),
+        ({"type": "object", "default": object()}, "schema: got a value that is not JSON"),
         ([1], "schema: .*object or boolean"),
         ({"type": "text"}, "schema: .*Invalid type: text"),
         ({"not": {"type": "string"}}, 'schema: .*Unimplemented keys: \\["not"\\]'),
@@ -254,19 +253,45 @@ def test_patterns_that_cannot_be_followed_are_refused(small, pattern):
         regex_constraint(small, pattern)
 
 
-def test_grammar_is_compiled_once(small):
-    json_schema_constraint(small, SCHEMA)
-    misses = grammar._compiled.cache_info().misses
-    json_schema_constraint(small, json.dumps(SCHEMA))
-    assert grammar._compiled.cache_info().misses == misses
-    json_schema_constraint(small, {**SCHEMA, "required": ["colour"]})
-    assert grammar._compiled.cache_info().misses == misses + 1
+def test_grammar_is_compiled_once_for_each_owner(small):
+    json_schema_constraint(small, SCHEMA, owner="a")
+    compiled = grammar._templates.num_compiled
+    json_schema_constraint(small, json.dumps(SCHEMA), owner="a")
+    assert grammar._templates.num_compiled == compiled
+    json_schema_constraint(small, {**SCHEMA, "required": ["colour"]}, owner="a")
+    assert grammar._templates.num_compiled == compiled + 1
+    # The time of the answer would tell a tenant what another one has compiled.
+    json_schema_constraint(small, SCHEMA, owner="b")
+    assert grammar._templates.num_compiled == compiled + 2
+
+
+def test_a_refusal_is_remembered_like_a_grammar(small):
+    for _ in range(2):
+        with pytest.raises(GrammarError):
+            regex_constraint(small, "once(", owner="c")
+    compiled = grammar._templates.num_compiled
+    with pytest.raises(GrammarError):
+        regex_constraint(small, "once(", owner="c")
+    assert grammar._templates.num_compiled == compiled
+
+
+def test_what_is_remembered_stays_within_its_bytes(small, monkeypatch):
+    held = grammar._Templates(400_000)
+    monkeypatch.setattr(grammar, "_templates", held)
+    for number in range(60):
+        json_schema_constraint(small, {"const": f"{number}" * 20})
+        assert 0 < held.num_bytes <= held.max_bytes
+    assert held.num_compiled == 60
+    before = held.num_bytes
+    # One that would push out most of the others is not kept.
+    json_schema_constraint(small, {"enum": [f"{number:09}" for number in range(900)]})
+    assert held.num_bytes == before
 
 
 def test_missing_library_is_named(small, monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     grammar._vocabulary.cache_clear()
-    grammar._compiled.cache_clear()
+    grammar._templates.clear()
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'finwhale\[grammar\]'") as caught:
         json_object_constraint(small)
     assert caught.value.name == "llguidance"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -40,6 +42,45 @@ def released() -> Tokenizer:
 def test_text_survives_encode_and_decode(small, text):
     assert small.decode(small.encode(text)) == text
     assert [small.encode(text)] == small.encode_batch([text])
+
+
+@given(text=st.text(), repeats=st.sampled_from([1, 300]), parse=st.booleans())
+@example(" \u0301a<\uff5c", 3000, True)
+def test_a_long_text_gets_the_ids_of_the_librarys_plain_call(small, text, repeats, parse):
+    """Long texts go through another call, which lets other threads run."""
+    long = (text + EOS) * repeats
+    reference = small.raw if parse else small._plain
+    wanted = reference.encode(long, add_special_tokens=False).ids
+    assert small.encode(long, parse_markers=parse) == wanted
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(small):
+    """A bound far above what is seen; the library's plain call stops all others to its end."""
+    gaps, is_over = [0.0], threading.Event()
+
+    def tick() -> None:
+        last = time.perf_counter()
+        while not is_over.is_set():
+            time.sleep(0.001)
+            now = time.perf_counter()
+            gaps.append(now - last)
+            last = now
+
+    text = "the cat sat on the mat, and " * 60_000
+    thread = threading.Thread(target=tick)
+    thread.start()
+    start = time.perf_counter()
+    small.encode(text)
+    seconds = time.perf_counter() - start
+    is_over.set()
+    thread.join()
+    assert max(gaps) < 0.5 * seconds
+
+
+def test_no_text_has_more_bytes_than_its_tokens_can_hold(small):
+    assert small.longest_token_bytes == max(len(small.token_bytes(i)) for i in range(320))
+    for text in (*TEXTS, "\u4e2d" * 50, " " * 200, EOS):
+        assert len(text.encode()) <= small.longest_token_bytes * len(small.encode(text))
 
 
 @given(ids=st.lists(st.integers(0, 319), max_size=40))

@@ -1,0 +1,206 @@
+"""Bounds on a JSON schema before anything compiles it, and whether it is plainly small.
+
+The numbers are those that OpenAI publishes for structured outputs where it names one: 5,000
+properties, 1,000 enum values, 120,000 characters of names and values. Nesting may be deeper than
+its 10 levels. It refuses with the path of what is too large. A newcomer's mistake: reading "plain"
+as valid; a plain schema may still be refused by the library that compiles it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+MAX_SCHEMA_CHARACTERS = 1_000_000
+MAX_NAME_CHARACTERS = 120_000
+MAX_PROPERTIES = 5_000
+# Of one object: the library's work grows with their square.
+MAX_OPTIONAL_PROPERTIES = 1_000
+MAX_ENUM_VALUES = 1_000
+MAX_LEVELS = 64
+MAX_REFERENCES = 200
+MAX_PATTERN_CHARACTERS = 10_000
+# Of counts inside one another: a mask of (a{1000}){1000} takes 0.4 s and 200 MB.
+MAX_NESTED_COUNT = 20_000
+
+# Each asks for automata whose size has no bound in the schema's own.
+_COSTLY = frozenset(
+    {"pattern", "patternProperties", "propertyNames", "allOf", "not", "multipleOf", "oneOf"}
+)
+# What stands under these is a value and no schema.
+_VALUES = frozenset({"enum", "const", "default", "examples", "example"})
+_TEXTS = frozenset({"title", "description", "$comment"})
+# Under these stand names, each with a schema.
+_TABLES = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+# An escape, a count (at most nine digits: more is refused by whoever compiles), any other letter.
+_PATTERN_PARTS = re.compile(
+    r"\\(?:[pPxuU]\{[^}]*\}|.)|\{(?P<least>[0-9]{1,9})(?:,(?P<most>[0-9]{0,9}))?\}|.", re.DOTALL
+)
+_PLAIN_CHARACTERS = 20_000
+_PLAIN_REFERENCES = 50
+
+
+class SchemaError(ValueError):
+    """A schema over a limit; `path` leads to the place, "" for the whole."""
+
+    def __init__(self, path: str, got: str, expected: str, *, kind: str = "schema") -> None:
+        """Name the place, what is there, and what would do; `kind` is what the path begins in."""
+        super().__init__(f"{kind}{path}: got {got}, expected {expected}")
+        self.path = path
+
+
+def check_schema(schema: Any, text: str) -> bool:
+    """Raise SchemaError for a schema over a limit; return whether it is plainly small.
+
+    text  the same schema as JSON
+    """
+    if len(text) > MAX_SCHEMA_CHARACTERS:
+        raise SchemaError("", f"{len(text)} characters", f"at most {MAX_SCHEMA_CHARACTERS}")
+    num_properties = num_values = num_characters = 0
+    references: set[str] = set()
+    is_plain = small_enough(text)
+    for path, node in subschemas(schema):
+        is_plain = is_plain and not _COSTLY & node.keys()
+        for pattern in (node.get("pattern"), *_names(node.get("patternProperties"))):
+            if isinstance(pattern, str):
+                check_pattern(pattern, f"schema{path}.pattern")
+        num_properties += _checked_properties(path, node)
+        values = [*_list(node.get("enum")), *([node["const"]] if "const" in node else ())]
+        num_values += len(values)
+        num_characters += sum(len(str(value)) for value in values)
+        for table in _TABLES & node.keys():
+            if isinstance(node[table], dict):
+                num_characters += sum(map(len, node[table]))
+        reference = node.get("$ref")
+        if isinstance(reference, str):
+            references.add(reference)
+    for got, most, what in (
+        (num_properties, MAX_PROPERTIES, "properties"),
+        (num_values, MAX_ENUM_VALUES, "enum values"),
+        (num_characters, MAX_NAME_CHARACTERS, "characters of names and values"),
+        (len(references), MAX_REFERENCES, "different references"),
+    ):
+        if got > most:
+            raise SchemaError("", f"{got} {what}", f"at most {most}")
+    return is_plain and len(references) <= _PLAIN_REFERENCES
+
+
+def small_enough(text: str) -> bool:
+    """Return whether a grammar's text is short enough to be plain."""
+    return len(text) <= _PLAIN_CHARACTERS
+
+
+def check_pattern(pattern: str, where: str = "pattern") -> None:
+    """Raise SchemaError for a pattern that is too long or repeats repetitions too often."""
+    if len(pattern) > MAX_PATTERN_CHARACTERS:
+        want = f"at most {MAX_PATTERN_CHARACTERS}"
+        raise SchemaError("", f"{len(pattern)} characters", want, kind=where)
+    count = _nested_count(pattern)
+    if count > MAX_NESTED_COUNT:
+        want = f"at most {MAX_NESTED_COUNT}"
+        raise SchemaError("", f"{count} repetitions in repetitions", want, kind=where)
+
+
+def _nested_count(pattern: str) -> int:
+    """Return the largest product of the counts that stand around one another, 1 without any."""
+    # The largest product inside each open group, and behind it that of the last closed one.
+    inside, closed, most, is_class = [1], 1, 1, False
+    for part in _PATTERN_PARTS.finditer(pattern):
+        text = part.group()
+        if is_class:
+            is_class = text != "]"
+        elif text == "[":
+            is_class, closed = True, 1
+        elif text == "(":
+            inside.append(1)
+            closed = 1
+        elif text == ")" and len(inside) > 1:
+            closed = inside.pop()
+            inside[-1] = max(inside[-1], closed)
+        elif part["least"] is not None:
+            times = int(part["most"] or part["least"] or 0)
+            product = closed * max(1, times)
+            inside[-1] = max(inside[-1], product)
+            if closed > 1:
+                most = max(most, product)
+            closed = product
+        else:
+            closed = 1
+    return most
+
+
+def _checked_properties(path: str, node: dict[str, Any]) -> int:
+    properties = node.get("properties")
+    if not isinstance(properties, dict):
+        return 0
+    needed = {name for name in _list(node.get("required")) if isinstance(name, str)}
+    optional = len(properties) - len(needed & properties.keys())
+    if optional > MAX_OPTIONAL_PROPERTIES:
+        raise SchemaError(
+            path,
+            f"{optional} optional properties",
+            f"at most {MAX_OPTIONAL_PROPERTIES} in one object; name more of them in required",
+        )
+    return len(properties)
+
+
+def subschemas(schema: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (path, object) for every object of a schema that may be a schema itself.
+
+    Names of properties and definitions are no keywords, so their tables are entered and not told.
+    Raises SchemaError for nesting deeper than MAX_LEVELS.
+    """
+    # Without recursion, since the depth comes from outside.
+    left: list[tuple[str, Any, int, bool]] = [("", schema, 0, False)]
+    while left:
+        path, node, level, is_table = left.pop()
+        if level > MAX_LEVELS:
+            raise SchemaError("", f"more than {MAX_LEVELS} levels", "a flatter schema")
+        if isinstance(node, dict):
+            if not is_table:
+                yield path, node
+            for name, value in reversed(node.items()):
+                if is_table or name not in _VALUES:
+                    tabled = not is_table and name in _TABLES
+                    left.append((f"{path}.{name}", value, level + 1, tabled))
+        elif isinstance(node, list):
+            left += [
+                (f"{path}[{i}]", value, level + 1, False)
+                for i, value in reversed([*enumerate(node)])
+            ]
+
+
+def without_texts(schema: Any, *, is_table: bool = False) -> Any:
+    """Return a copy without titles, descriptions and comments, which decide nothing.
+
+    schema  one that `check_schema` has passed, so of few levels
+    """
+    if isinstance(schema, list):
+        return [without_texts(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        name: value
+        if not is_table and name in _VALUES
+        else without_texts(value, is_table=not is_table and name in _TABLES)
+        for name, value in schema.items()
+        if is_table or name not in _TEXTS
+    }
+
+
+def _names(value: Any) -> list[str]:
+    return list(value) if isinstance(value, dict) else []
+
+
+def _list(value: Any) -> list:
+    return value if isinstance(value, list) else []
+
+
+def as_json(value: Any) -> str:
+    """Return a schema as JSON text; raise SchemaError for what is none."""
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise SchemaError("", f"a value that is not JSON ({error})", "a JSON schema") from None
