@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from finwhale.text.schema_limits import SchemaError, check_shape
 from finwhale.text.special_tokens import DSML, END_THINK, EOS, IMAGE, SYSTEM
 from finwhale.text.strict_schema import StrictSchemaError, strict_schema
 from finwhale.text.tokenizer import Tokenizer
@@ -287,6 +288,7 @@ def _with_schemas_it_knows(body: dict[str, Any]) -> dict[str, Any]:
     """
     found = dict(body)
     tools = body.get("tools") or []
+    _refuse_shapes_that_overrun_it(tools, body.get("response_format"))
     schemas = [strict_parameters(tool, index) for index, tool in enumerate(tools)]
     # It does not take strict tools beside others either.
     if any(schema is not None for schema in schemas) and not _is_known(tools=tools):
@@ -299,6 +301,25 @@ def _with_schemas_it_knows(body: dict[str, Any]) -> dict[str, Any]:
         form = {k: v for k, v in body["response_format"]["json_schema"].items() if k != "strict"}
         found["response_format"] = {**body["response_format"], "json_schema": form}
     return found
+
+
+def _refuse_shapes_that_overrun_it(
+    tools: Sequence[Mapping[str, Any]], response_format: Mapping[str, Any] | None
+) -> None:
+    """Raise for a schema through which the library would recurse past its native stack."""
+    schemas = []
+    for index, tool in enumerate(tools):
+        function = tool.get("function")
+        if isinstance(function, Mapping):
+            schemas.append((f"tools[{index}].function.parameters", function.get("parameters")))
+    form = (response_format or {}).get("json_schema")
+    if isinstance(form, Mapping):
+        schemas.append(("response_format.json_schema.schema", form.get("schema")))
+    for where, schema in schemas:
+        try:
+            check_shape(schema, where)
+        except SchemaError as error:
+            raise PromptError(str(error)) from None
 
 
 def _explicit(tool: Mapping[str, Any], schema: dict[str, Any]) -> dict[str, Any]:

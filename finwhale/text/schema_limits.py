@@ -21,6 +21,9 @@ MAX_OPTIONAL_PROPERTIES = 1_000
 MAX_ENUM_VALUES = 1_000
 MAX_LEVELS = 64
 MAX_REFERENCES = 200
+# Of the schema and of all that its references lead to, one behind the other. The libraries recurse
+# over them with 2.6 kB of native stack a level. A thread may have 2 MB; beyond, the process dies.
+MAX_CHAINED_LEVELS = 600
 MAX_PATTERN_CHARACTERS = 10_000
 # Of counts inside one another: a mask of (a{1000}){1000} takes 0.4 s and 200 MB.
 MAX_NESTED_COUNT = 20_000
@@ -51,6 +54,56 @@ class SchemaError(ValueError):
         self.path = path
 
 
+def check_shape(schema: Any, where: str = "schema") -> int:
+    """Raise SchemaError for a schema that overruns a native stack; return its references.
+
+    where  the path of the schema, for the error
+
+    Whoever gives a schema of a client to a library checks this first, also only to show it.
+    """
+    references: set[str] = set()
+    levels: dict[int, int] = {}
+    for _, node in subschemas(schema, where):
+        reference = node.get("$ref")
+        if isinstance(reference, str):
+            references.add(reference)
+    if len(references) > MAX_REFERENCES:
+        got = f"{len(references)} different references"
+        raise SchemaError("", got, f"at most {MAX_REFERENCES}", kind=where)
+    chained = _levels(schema, levels)
+    for reference in references:
+        chained += levels.get(id(_target(schema, reference)), 0)
+    if chained > MAX_CHAINED_LEVELS:
+        want = f"at most {MAX_CHAINED_LEVELS}"
+        got = f"{chained} levels behind one another through references"
+        raise SchemaError("", got, want, kind=where)
+    return len(references)
+
+
+def _levels(schema: Any, found: dict[int, int]) -> int:
+    """Return the levels of a value, and put those of every object and list inside into `found`.
+
+    Recursive over at most MAX_LEVELS, which `subschemas` has checked.
+    """
+    if not isinstance(schema, (dict, list)):
+        return 0
+    inner = schema.values() if isinstance(schema, dict) else schema
+    found[id(schema)] = 1 + max((_levels(each, found) for each in inner), default=0)
+    return found[id(schema)]
+
+
+def _target(root: Any, reference: str) -> Any:
+    """Return what a JSON pointer of the same document leads to; None where there is nothing."""
+    found = root
+    for step in reference.partition("#")[2].split("/")[1:]:
+        step = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, list) and step.isascii() and step.isdigit() and len(step) < 6:
+            found = found[int(step)] if int(step) < len(found) else None
+        else:
+            found = found.get(step) if isinstance(found, dict) else None
+    return found
+
+
 def check_schema(schema: Any, text: str) -> bool:
     """Raise SchemaError for a schema over a limit; return whether it is plainly small.
 
@@ -58,8 +111,8 @@ def check_schema(schema: Any, text: str) -> bool:
     """
     if len(text) > MAX_SCHEMA_CHARACTERS:
         raise SchemaError("", f"{len(text)} characters", f"at most {MAX_SCHEMA_CHARACTERS}")
+    num_references = check_shape(schema)
     num_properties = num_values = num_characters = 0
-    references: set[str] = set()
     is_plain = small_enough(text)
     for path, node in subschemas(schema):
         is_plain = is_plain and not _COSTLY & node.keys()
@@ -73,18 +126,14 @@ def check_schema(schema: Any, text: str) -> bool:
         for table in _TABLES & node.keys():
             if isinstance(node[table], dict):
                 num_characters += sum(map(len, node[table]))
-        reference = node.get("$ref")
-        if isinstance(reference, str):
-            references.add(reference)
     for got, most, what in (
         (num_properties, MAX_PROPERTIES, "properties"),
         (num_values, MAX_ENUM_VALUES, "enum values"),
         (num_characters, MAX_NAME_CHARACTERS, "characters of names and values"),
-        (len(references), MAX_REFERENCES, "different references"),
     ):
         if got > most:
             raise SchemaError("", f"{got} {what}", f"at most {most}")
-    return is_plain and len(references) <= _PLAIN_REFERENCES
+    return is_plain and num_references <= _PLAIN_REFERENCES
 
 
 def small_enough(text: str) -> bool:
@@ -146,7 +195,7 @@ def _checked_properties(path: str, node: dict[str, Any]) -> int:
     return len(properties)
 
 
-def subschemas(schema: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+def subschemas(schema: Any, where: str = "schema") -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (path, object) for every object of a schema that may be a schema itself.
 
     Names of properties and definitions are no keywords, so their tables are entered and not told.
@@ -157,7 +206,8 @@ def subschemas(schema: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     while left:
         path, node, level, is_table = left.pop()
         if level > MAX_LEVELS:
-            raise SchemaError("", f"more than {MAX_LEVELS} levels", "a flatter schema")
+            got = f"more than {MAX_LEVELS} levels"
+            raise SchemaError("", got, "a flatter schema", kind=where)
         if isinstance(node, dict):
             if not is_table:
                 yield path, node

@@ -369,6 +369,39 @@ def test_a_schema_over_a_limit_is_refused_and_a_wide_one_is_served(tokenizer):
     assert allowed(wide.chat(request)) == tokenizer.encode("{")
 
 
+def chain(links: int, depth: int) -> dict:
+    """Definitions that each lead to the next one, `depth` lists deep."""
+    table: dict = {f"d{links}": STRING}
+    for i in range(links):
+        link: dict = {"$ref": f"#/$defs/d{i + 1}"}
+        for _ in range(depth):
+            link = {"type": "array", "items": link}
+        table[f"d{i}"] = link
+    return {"type": "object", "$defs": table, "properties": {"x": {"$ref": "#/$defs/d0"}}}
+
+
+@pytest.mark.parametrize(("links", "depth"), [(3000, 0), (201, 0), (190, 20), (30, 40)])
+def test_a_chain_of_references_that_overruns_a_stack_is_refused(preparer, links, depth):
+    """The prompt's library recurses over it and takes the whole process along."""
+    schema = chain(links, depth)
+    for strict in (None, True, False):
+        error = refused(preparer, response_format=formed(schema, strict=strict), thinking=False)
+        assert error.param == "response_format"
+        error = refused(preparer, tools=[WEATHER, function(schema, strict=strict)])
+        assert error.message.startswith("tools[1].function.parameters: got ")
+
+
+def test_a_chain_of_references_within_the_limits_is_served(preparer):
+    for links, depth in ((150, 0), (20, 20)):
+        schema = chain(links, depth)
+        preparer_ = Preparer(
+            preparer.tokenizer, ServerConfig(), vocab_size=VOCAB_SIZE, context_tokens=1 << 16
+        )
+        request = ChatRequest(messages=USER, response_format=formed(schema), thinking=False)
+        assert allowed(preparer_.chat(request)) == preparer.tokenizer.encode("{")
+        preparer_.chat(ChatRequest(messages=USER, tools=[function(schema)]))
+
+
 def prefixed(content: str, **more) -> list[dict]:
     return [*USER, {"role": "assistant", "content": content, "prefix": True, **more}]
 
