@@ -496,3 +496,18 @@ def test_what_an_answer_needs_of_its_body_survives_a_large_one(tokenizer):
         assert counted["input_tokens"] > 100
         refused = world.post("/v1/responses", {"input": "q", "previous_response_id": "x" * 100})
         assert (refused[0], refused[2]["error"]["param"]) == (400, "previous_response_id")
+
+
+def test_no_limit_is_the_default_and_a_limit_of_nothing_scores_an_echo_alone(world):
+    world.parts = ("hi",)
+    chat = {"messages": USER, **THINKING_OFF}
+    for path, body in (("/v1/chat/completions", chat), ("/v1/completions", {"prompt": "x"})):
+        status, _, told = world.post(path, {**body, "max_tokens": None})
+        assert (status, told["usage"]["completion_tokens"]) == (200, 3)
+        status, _, told = world.post(path, {**body, "max_tokens": 0})
+        assert (status, told["error"]["param"]) == (400, "max_tokens")
+    scored = {"prompt": "xyz", "max_tokens": 0, "echo": True, "logprobs": 0}
+    status, _, told = world.post("/v1/completions", scored)
+    assert (status, told["usage"]["completion_tokens"]) == (200, 0)
+    assert told["choices"][0]["text"] == "xyz"
+    assert len(told["choices"][0]["logprobs"]["token_logprobs"]) == 3
