@@ -17,7 +17,7 @@ import openai
 import pytest
 
 from finwhale.serve import answers
-from finwhale.serve.endpoints import endpoints
+from finwhale.serve.endpoints import STATES, endpoints
 from finwhale.serve.exchange import ApiKeys
 from finwhale.text.special_tokens import END_THINK
 from tests.e2e.test_server_anthropic import asked, client_of
@@ -430,7 +430,7 @@ def test_the_description_is_true_of_its_own_references_and_served_without_a_key(
     refs = {part.partition('"')[0] for part in content.decode().split('"#/components/schemas/')[1:]}
     assert refs <= set(told["components"]["schemas"])
     paths = told["paths"]
-    assert {each.path for each in endpoints()} | {"/health"} == set(paths)
+    assert {each.path for each in endpoints()} | set(STATES) == set(paths)
     posted = paths["/v1/chat/completions"]["post"]
     want = {
         "200",
@@ -454,7 +454,8 @@ def test_the_description_is_true_of_its_own_references_and_served_without_a_key(
 
 
 def test_health_and_errors_have_the_shapes_of_the_description(world):
-    msgspec.json.decode(get(world, "/health")[2], type=answers.Health)
+    for path in STATES:
+        msgspec.json.decode(get(world, path)[2], type=answers.Health)
     for path, kind in (("/v1/no", answers.OpenAIError), ("/anthropic/no", answers.AnthropicError)):
         status, _, content = get(world, path)
         assert status == 404
