@@ -34,6 +34,8 @@ from finwhale.serve.openai_api import chat_completions, chat_error, completion_e
 from finwhale.serve.responses_api import input_tokens, responses, responses_error
 
 ANTHROPIC = "/anthropic"
+# Whether requests are served, twice, and whether the engine lives.
+STATES = ("/health", "/readyz", "/livez")
 _POST_STATUSES = {
     400: "the body could never be served; the message names field and remedy",
     401: "no known API key",
@@ -228,14 +230,9 @@ def description(config: ServerConfig) -> bytes:
     paths: dict[str, dict[str, Any]] = {}
     for each in table:
         paths.setdefault(each.path, {})[each.method.lower()] = _operation(each, config)
-    health = {"200": "requests are served", "503": "they are not"}
-    paths["/health"] = {
-        "get": {
-            "operationId": "health",
-            "security": [],
-            "responses": {s: _told(text, answers.Health) for s, text in health.items()},
-        }
-    }
+    for path in STATES:
+        state = {"200": _told("it is so", answers.Health), "503": _told("why not", answers.Health)}
+        paths[path] = {"get": {"operationId": path.strip("/"), "security": [], "responses": state}}
     told = {
         "openapi": "3.1.0",
         "info": {"title": "finwhale", "version": finwhale.__version__},

@@ -17,7 +17,7 @@ import openai
 import pytest
 
 from finwhale.serve import answers
-from finwhale.serve.endpoints import endpoints
+from finwhale.serve.endpoints import STATES, endpoints
 from finwhale.serve.exchange import ApiKeys
 from finwhale.text.special_tokens import END_THINK
 from tests.e2e.test_server_anthropic import asked, client_of
@@ -430,7 +430,7 @@ def test_the_description_is_true_of_its_own_references_and_served_without_a_key(
     refs = {part.partition('"')[0] for part in content.decode().split('"#/components/schemas/')[1:]}
     assert refs <= set(told["components"]["schemas"])
     paths = told["paths"]
-    assert {each.path for each in endpoints()} | {"/health"} == set(paths)
+    assert {each.path for each in endpoints()} | set(STATES) == set(paths)
     posted = paths["/v1/chat/completions"]["post"]
     want = {
         "200",
@@ -454,7 +454,8 @@ def test_the_description_is_true_of_its_own_references_and_served_without_a_key(
 
 
 def test_health_and_errors_have_the_shapes_of_the_description(world):
-    msgspec.json.decode(get(world, "/health")[2], type=answers.Health)
+    for path in STATES:
+        msgspec.json.decode(get(world, path)[2], type=answers.Health)
     for path, kind in (("/v1/no", answers.OpenAIError), ("/anthropic/no", answers.AnthropicError)):
         status, _, content = get(world, path)
         assert status == 404
@@ -496,3 +497,18 @@ def test_what_an_answer_needs_of_its_body_survives_a_large_one(tokenizer):
         assert counted["input_tokens"] > 100
         refused = world.post("/v1/responses", {"input": "q", "previous_response_id": "x" * 100})
         assert (refused[0], refused[2]["error"]["param"]) == (400, "previous_response_id")
+
+
+def test_no_limit_is_the_default_and_a_limit_of_nothing_scores_an_echo_alone(world):
+    world.parts = ("hi",)
+    chat = {"messages": USER, **THINKING_OFF}
+    for path, body in (("/v1/chat/completions", chat), ("/v1/completions", {"prompt": "x"})):
+        status, _, told = world.post(path, {**body, "max_tokens": None})
+        assert (status, told["usage"]["completion_tokens"]) == (200, 3)
+        status, _, told = world.post(path, {**body, "max_tokens": 0})
+        assert (status, told["error"]["param"]) == (400, "max_tokens")
+    scored = {"prompt": "xyz", "max_tokens": 0, "echo": True, "logprobs": 0}
+    status, _, told = world.post("/v1/completions", scored)
+    assert (status, told["usage"]["completion_tokens"]) == (200, 0)
+    assert told["choices"][0]["text"] == "xyz"
+    assert len(told["choices"][0]["logprobs"]["token_logprobs"]) == 3
