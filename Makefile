@@ -15,7 +15,7 @@ export OMP_NUM_THREADS = 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 export PYTHONHASHSEED = 0
 
-.PHONY: help demo demo-train test test-full test-browser coverage check golden bench format clean
+.PHONY: help demo demo-train test test-full test-browser test-clients coverage check golden bench format clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -26,6 +26,7 @@ help:
 	@echo "make test-full  the slow ones as well"
 	@echo "make coverage   the fast tests with line coverage by room"
 	@echo "make test-browser  the chat page in a headless Chromium"
+	@echo "make test-clients  other people's client libraries against the shipped model"
 	@echo "make check      lint, format, types, import contracts, sizes"
 	@echo "make golden     regenerate stored answers; review the diff"
 	@echo "make bench      timings as JSON lines"
@@ -81,6 +82,24 @@ test-full: $(VENV)/.with-test
 test-browser: $(VENV)/.with-test
 	$(BIN)/python -m pip install --quiet playwright
 	$(BIN)/python -m pytest tests/e2e/chat_page_in_browser.py --timeout 600 $(ARGS)
+
+# Other people's client libraries, in environments of their own; those of npm where node is.
+CLIENTS := build/clients
+CLIENT_TESTS := -m pytest --noconftest -p tests.foreign_server --timeout 300 $(ARGS)
+
+test-clients: export FINWHALE_PYTHON = $(BIN)/python
+test-clients: export FINWHALE_NODE_MODULES = $(CLIENTS)/node
+test-clients: $(VENV)/.with-test $(CLIENTS)/.with-clients $(CLIENTS)/.with-inspect
+	$(BIN)/python -m tests.compile_kernels
+	$(CLIENTS)/clients/bin/python $(CLIENT_TESTS) tests/e2e/foreign_clients.py
+	$(CLIENTS)/inspect/bin/python $(CLIENT_TESTS) tests/e2e/foreign_inspect.py
+
+$(CLIENTS)/.with-%: tests/e2e/foreign_%.txt tests/e2e/foreign_clients.json | $(BIN)/python
+	$(BIN)/python -m venv $(CLIENTS)/$*
+	$(CLIENTS)/$*/bin/python -m pip install --quiet -r $<
+	mkdir -p $(CLIENTS)/node && cp tests/e2e/foreign_clients.json $(CLIENTS)/node/package.json
+	! command -v npm >/dev/null || npm --prefix $(CLIENTS)/node install --silent --no-audit
+	@touch $@
 
 check: $(VENV)/.with-dev
 	$(BIN)/ruff check .

@@ -131,7 +131,9 @@ def expected(model: Backbone, prompt, tokens, params, *, seed=0, kernels="numba"
     is the draw of its own row, the choice is right from its first token to its last.
     """
     logits = uncached(model, [*prompt, *tokens[:-1]], kernels)[len(prompt) - 1 :]
-    drawn = [draw(row, params, seed=seed, index=n) for n, row in enumerate(logits)]
+    drawn = [
+        draw(row, params, seed=seed, index=n, drawn=tokens[:n]) for n, row in enumerate(logits)
+    ]
     return token_logprobs(logits, drawn, params.top_logprobs)
 
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from finwhale.serve.errors import ServeError
 from finwhale.serve.generation import ChoiceResult
-from finwhale.serve.preparation import ChatRequest, Sampling
+from finwhale.serve.planning import ChatRequest, Sampling
 from finwhale.text.prompt import PromptError, effort_of
 
 if TYPE_CHECKING:

@@ -74,7 +74,7 @@ class Chat:
         from finwhale.engine.engine import Engine
         from finwhale.model import Numerics
         from finwhale.ops import FAST
-        from finwhale.serve.preparation import Sampling
+        from finwhale.serve.planning import Sampling
         from finwhale.serve.service import Service
 
         config = EngineConfig(num_blocks=self.num_blocks, max_sequences=1, max_batch_tokens=256)

@@ -24,7 +24,8 @@ from finwhale.engine.step import forward_step
 from finwhale.model import Backbone
 from finwhale.ops import FAST, Ops
 from finwhale.serve.errors import InvalidRequestError, OverloadedError
-from finwhale.serve.preparation import ChatRequest, Preparer
+from finwhale.serve.planning import ChatRequest
+from finwhale.serve.preparation import Preparer
 from finwhale.text.prompt import PromptError, encode_segment, render_reply, thinking_and_effort
 
 MAX_TOKENS = 2048

@@ -25,7 +25,7 @@ from finwhale.chat_ui.comparison import MECHANISMS, NOT_SWITCHABLE, Comparison
 from finwhale.chat_ui.demo_tools import MAX_KEYS, STORE, DemoTools
 from finwhale.serve.errors import NotFoundError, openai_body
 from finwhale.serve.exchange import ApiKeys, Exchange, Handler, endpoint, json_response
-from finwhale.serve.preparation import ChatRequest
+from finwhale.serve.planning import ChatRequest
 from finwhale.serve.schema import decode
 from finwhale.serve.service import Service
 

@@ -22,8 +22,8 @@ class ServerConfig:
     header_timeout_s     time from a connection, or from its last answer, to a whole request header
     write_timeout_s      time in which a reader takes nothing of what waits for it
     max_body_bytes       longest body of a request, after its content coding is undone
-    max_bodies_bytes     bodies that are arriving, of all requests together
-    body_timeout_s       time for a body to arrive
+    body_timeout_s       time for a body to arrive, and for a large one to be read
+    max_pending_body_bytes  bytes of all bodies that arrive or wait to be read
     max_requests         choices that may be queued or running, of all tenants together
     max_tenant_requests  the same of one tenant
     max_choices          largest `n`, and largest number of prompts times `n`
@@ -43,8 +43,8 @@ class ServerConfig:
     header_timeout_s: float = 10.0
     write_timeout_s: float = 30.0
     max_body_bytes: int = 8 << 20
-    max_bodies_bytes: int = 128 << 20
     body_timeout_s: float = 30.0
+    max_pending_body_bytes: int = 256 << 20
     max_requests: int = 256
     max_tenant_requests: int = 128
     max_choices: int = 16
@@ -65,7 +65,7 @@ class ServerConfig:
         for name in (
             "max_connections",
             "max_body_bytes",
-            "max_bodies_bytes",
+            "max_pending_body_bytes",
             "max_requests",
             "max_tenant_requests",
             "max_choices",
@@ -82,11 +82,6 @@ class ServerConfig:
         ):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"server.{name}: got {getattr(self, name)}, expected over 0")
-        if self.max_bodies_bytes < self.max_body_bytes:
-            raise ConfigError(
-                f"server.max_bodies_bytes: got {self.max_bodies_bytes}, expected at least "
-                f"max_body_bytes, {self.max_body_bytes}: one body must find room"
-            )
         if not self.shutdown_grace_s >= 0:
             raise ConfigError(
                 f"server.shutdown_grace_s: got {self.shutdown_grace_s}, expected 0 or more"

@@ -476,6 +476,7 @@ class Engine:
             seeds=[s.seed for s in sequences],
             indexes=[s.num_new for s in sequences],
             masks=[None if s.constraint is None else s.constraint.mask() for s in sequences],
+            drawn=[s.tokens[s.num_prompt :] if s.params.is_penalised else () for s in sequences],
         )
 
     def _take(self, sequence: Sequence, result: TokenResult) -> None:

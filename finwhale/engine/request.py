@@ -62,19 +62,21 @@ class Constraint(Protocol):
 class SamplingParams:
     """How the tokens of one request are chosen and what is told about them.
 
-    max_new_tokens   0 asks for nothing but the prompt's log-probabilities
-    temperature      0 is greedy, ties to the lowest id
-    top_p            share of the mass that the best tokens have to reach; 1 is off
-    top_k            number of best tokens that stay; 0 is off
-    min_p            share of the best token's probability below which a token goes; 0 is off
-    seed             None lets the engine choose one
-    stop_ids         ids that end a choice; the id itself is the last token emitted
-    logprobs         whether each new token carries its log-probability
-    top_logprobs     alternatives beside it, 0 to 20; needs `logprobs`
-    prompt_logprobs  alternatives beside each prompt token, 0 to 20; None is off
-    n                choices for one prompt
-    logit_bias       what is added to the logit of an id, -inf forbids it; kept as sorted pairs
-    constraint       a grammar at its start; the engine works on copies of it
+    max_new_tokens     0 asks for nothing but the prompt's log-probabilities
+    temperature        0 is greedy, ties to the lowest id
+    top_p              share of the mass that the best tokens have to reach; 1 is off
+    top_k              number of best tokens that stay; 0 is off
+    min_p              share of the best token's probability below which a token goes; 0 is off
+    seed               None lets the engine choose one
+    stop_ids           ids that end a choice; the id itself is the last token emitted
+    logprobs           whether each new token carries its log-probability
+    top_logprobs       alternatives beside it, 0 to 20; needs `logprobs`
+    prompt_logprobs    alternatives beside each prompt token, 0 to 20; None is off
+    n                  choices for one prompt
+    logit_bias         what is added to the logit of an id, -inf forbids it; kept as sorted pairs
+    presence_penalty   subtracted from the logit of each id that this choice has drawn, -2 to 2
+    frequency_penalty  subtracted once for each time that the choice has drawn the id, -2 to 2
+    constraint         a grammar at its start; the engine works on copies of it
     """
 
     max_new_tokens: int = 16
@@ -89,12 +91,16 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     n: int = 1
     logit_bias: Mapping[int, float] | Iterable[tuple[int, float]] = ()
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     constraint: Constraint | None = None
 
     def __post_init__(self) -> None:
         """Raise RequestError for the first field that is out of its range."""
         _check_whole("max_new_tokens", self.max_new_tokens, 0)
         _check_number("temperature", self.temperature, sys.float_info.max, "a number, 0 or more")
+        for name in ("presence_penalty", "frequency_penalty"):
+            _check_number(name, getattr(self, name), 2, "a number, -2 to 2", low=-2)
         _check_number("top_p", self.top_p, 1, "a share in (0, 1]")
         if self.top_p == 0:
             raise RequestError("top_p", self.top_p, "a share in (0, 1]")
@@ -116,6 +122,11 @@ class SamplingParams:
         # The class is frozen; these two fields are put into one form here, once.
         object.__setattr__(self, "stop_ids", _as_ids("stop_ids", self.stop_ids))
         object.__setattr__(self, "logit_bias", _as_bias(self.logit_bias))
+
+    @property
+    def is_penalised(self) -> bool:
+        """Whether a draw depends on the tokens that its choice has drawn before."""
+        return bool(self.presence_penalty or self.frequency_penalty)
 
     @property
     def bias(self) -> tuple[tuple[int, float], ...]:
@@ -192,10 +203,10 @@ def _check_whole(field: str, value: object, low: int, high: int | None = None) -
         raise RequestError(field, repr(value), f"a whole number, {span}")
 
 
-def _check_number(field: str, value: object, high: float, want: str) -> None:
-    """Raise RequestError unless `value` is a number in [0, high]; NaN and True are not."""
+def _check_number(field: str, value: object, high: float, want: str, *, low: float = 0) -> None:
+    """Raise RequestError unless `value` is a number in [low, high]; NaN and True are not."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not 0 <= value <= high:
+    if not is_number or not low <= value <= high:
         raise RequestError(field, repr(value), want)
 
 

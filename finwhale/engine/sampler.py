@@ -1,10 +1,11 @@
 """From logits to one token id, and the log-probabilities that are told about it.
 
-A draw is a function of one row of logits, the options, a seed and the token's number. It depends
-on nothing else: not on neighbours in a batch, on threads, on chunks or on what was preempted.
-So its uniform number comes from a hash and not from a generator with a state, and each drawn row
-is worked on alone, on the CPU, in float64. A newcomer's mistake: log-probabilities are the model's
-own, of the raw logits; temperature, bias, mask and the cuts (top-k, top-p, min-p) do not show.
+A draw is a function of one row of logits, the options, a seed, the token's number and, with a
+penalty, the tokens drawn before. It depends on nothing else: not on neighbours in a batch, on
+threads, on chunks or on what was preempted. So its uniform number comes from a hash and not from a
+generator with a state, and each drawn row is worked on alone, on the CPU, in float64. A newcomer's
+mistake: log-probabilities are the model's own, of the raw logits; temperature, bias, penalties,
+mask and the cuts (top-k, top-p, min-p) do not show.
 """
 
 from __future__ import annotations
@@ -55,22 +56,30 @@ def choice_seed(seed: int, choice: int) -> int:
 
 
 def draw(
-    logits: Tensor, params: SamplingParams, *, seed: int, index: int, mask: Tensor | None = None
+    logits: Tensor,
+    params: SamplingParams,
+    *,
+    seed: int,
+    index: int,
+    mask: Tensor | None = None,
+    drawn: Sequence[int] = (),
 ) -> int:
     """Return the id of token number `index` of a choice.
 
-    x = logits + bias, -inf outside the mask;  w = exp((x - max x) / temperature) in float64
+    x = logits + bias - frequency_penalty * count - presence_penalty * (count > 0), with count how
+    often `drawn` has the id, -inf outside the mask;  w = exp((x - max x) / temperature) in float64
     kept: the top_k best of w; of these the fewest best whose mass reaches top_p of theirs, at
     least one; of these w >= min_p * max w. Equal w rank by lowest id.
     id: the first in id order whose running sum of kept w exceeds u * (sum of kept w)
 
     logits  [V] fp32, finite
     mask    [V] bool, True allowed; None allows all
+    drawn   ids that the choice has drawn before, without its prompt; read with a penalty alone
     Temperature 0 returns the best x, ties to the lowest id, whatever the cuts.
 
     Raises LogitsError for logits that are not finite, RequestError if bias and mask leave no id.
     """
-    return _draw_row(logits, params, seed, index, mask, row=0, known_finite=False)
+    return _draw_row(logits, params, seed, index, mask, drawn, row=0, known_finite=False)
 
 
 def sample_batch(
@@ -80,6 +89,7 @@ def sample_batch(
     seeds: Sequence[int],
     indexes: Sequence[int],
     masks: Sequence[Tensor | None] | None = None,
+    drawn: Sequence[Sequence[int]] | None = None,
 ) -> list[TokenResult]:
     """Return one token per row, each equal to `draw` of that row alone.
 
@@ -87,11 +97,13 @@ def sample_batch(
     seeds    seed of each row's choice
     indexes  number of the token in its choice
     masks    [V] bool or None for each row; None for no mask at all
+    drawn    ids that each row's choice has drawn before; None where no row has a penalty
 
     Raises LogitsError and RequestError, both with `rows`: without these rows the call succeeds.
     """
     masks = [None] * len(params) if masks is None else masks
-    lengths = {len(logits), len(params), len(seeds), len(indexes), len(masks)}
+    drawn = [()] * len(params) if drawn is None else drawn
+    lengths = {len(logits), len(params), len(seeds), len(indexes), len(masks), len(drawn)}
     if len(lengths) != 1:
         raise ValueError(f"batch: got lengths {sorted(lengths)}, expected one length for all")
     if not len(logits):
@@ -101,7 +113,7 @@ def sample_batch(
     plain = [
         row
         for row, (one, mask) in enumerate(zip(params, masks, strict=True))
-        if one.temperature == 0 and mask is None and not one.bias
+        if _is_argmax(one, mask)
     ]
     if plain:
         rows = logits if len(plain) == len(params) else logits[plain]
@@ -111,7 +123,14 @@ def sample_batch(
     for row in sorted(set(range(len(params))) - set(plain)):
         try:
             tokens[row] = _draw_row(
-                logits[row], params[row], seeds[row], indexes[row], masks[row], row, True
+                logits[row],
+                params[row],
+                seeds[row],
+                indexes[row],
+                masks[row],
+                drawn[row],
+                row,
+                True,
             )
         except RequestError as error:
             refused.append(error)
@@ -156,13 +175,19 @@ def _check_finite(logits: Tensor) -> None:
         raise LogitsError(bad.nonzero()[:, 0].tolist())
 
 
-def _draw_row(logits, params, seed, index, mask, row, known_finite) -> int:
+def _is_argmax(params: SamplingParams, mask: Tensor | None) -> bool:
+    """Return whether the draw is the largest raw logit."""
+    is_raw = mask is None and not params.bias and not params.is_penalised
+    return params.temperature == 0 and is_raw
+
+
+def _draw_row(logits, params, seed, index, mask, drawn, row, known_finite) -> int:
     """Draw from one row [V]; `row` is its position, for errors."""
     if not known_finite:
         _check_finite(logits[None])
-    if params.temperature == 0 and mask is None and not params.bias:
+    if _is_argmax(params, mask):
         return int(logits.argmax())
-    x = _allowed(logits, params, mask, row)
+    x = _allowed(logits, params, mask, drawn, row)
     if params.temperature == 0:
         return int(x.argmax())
     weights = ((x - x.max()) / params.temperature).exp()
@@ -175,9 +200,14 @@ def _draw_row(logits, params, seed, index, mask, row, known_finite) -> int:
     return place if ids is None else int(ids[place])
 
 
-def _allowed(logits: Tensor, params: SamplingParams, mask: Tensor | None, row: int) -> Tensor:
-    """Return [V] float64 on the CPU: biased logits, -inf where the mask forbids."""
+def _allowed(
+    logits: Tensor, params: SamplingParams, mask: Tensor | None, drawn: Sequence[int], row: int
+) -> Tensor:
+    """Return [V] float64 on the CPU: penalised and biased logits, -inf where the mask forbids."""
     x = logits.to("cpu", torch.float64, copy=True)
+    if params.is_penalised and drawn:
+        ids, counts = torch.tensor(drawn).unique(return_counts=True)
+        x[ids] -= params.presence_penalty + params.frequency_penalty * counts.double()
     for token, added in params.bias:
         if token >= len(x):
             raise RequestError("logit_bias", f"id {token}", f"ids below {len(x)}", rows=(row,))

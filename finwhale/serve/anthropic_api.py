@@ -1,202 +1,72 @@
-"""The Anthropic protocol: POST /anthropic/v1/messages, whole or as events.
+"""The Anthropic protocol: messages, whole or as events, counts of tokens, and models.
 
-It owns bodies alone: blocks of a request become messages of a chat, pieces of an answer become
-blocks. Requests think unless they say otherwise, as the hosted service and not Anthropic does it.
-It refuses images, server tools and Opus models, which it cannot serve, and continues no prefill.
-A newcomer's mistake: `input_tokens` counts the prompt tokens that no cache had, not all of them.
+It owns the answers: pieces of an answer become blocks; messages_body.py has the requests. It
+refuses Opus models, which the hosted service does not answer with Flash. A newcomer's mistake:
+`input_tokens` counts the prompt tokens that no cache had, but not in a `message_start` that is
+sent before the first token: there it counts the whole prompt, and the last event corrects it.
 Source: spec/multimodal-serving.md section D.3.
 """
 
 from __future__ import annotations
 
-import json
+import asyncio
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 from starlette.responses import Response
 
 from finwhale.config.server import ServerConfig
-from finwhale.serve.errors import InvalidRequestError, OverloadedError, ServeError
+from finwhale.serve.errors import (
+    InvalidRequestError,
+    NotFoundError,
+    OverloadedError,
+    ServeError,
+    in_words_of,
+)
 from finwhale.serve.exchange import EventStream, Exchange, json_response
 from finwhale.serve.generation import ChoiceEvent, Generation, Usage
-from finwhale.serve.openai_api import served_model
-from finwhale.serve.preparation import MAX_NEW_TOKENS, ChatRequest, Sampling
-from finwhale.serve.schema import MAX_USER_ID, decode
+from finwhale.serve.messages_body import CountTokensBody, MessagesBody
+from finwhale.serve.notes import note_headers
+from finwhale.serve.openai_api import models, one_model, served_model
+from finwhale.serve.planning import MAX_NEW_TOKENS
 from finwhale.serve.service import new_id
-from finwhale.text.output_parser import MAX_STOPS, Delta
+from finwhale.text.output_parser import Delta
 
+# A stream says that it has begun after this time, whether there is a token or not.
+BEGIN_WITHIN_S = 1.0
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _ERROR_TYPES = {"server_error": "api_error"}
-
-
-class _Block(msgspec.Struct, frozen=True, tag_field="type"):
-    """A part of a message; `cache_control` and citations have no effect here."""
-
-
-class TextBlock(_Block, frozen=True, tag="text"):
-    """Text of anybody."""
-
-    text: str
-
-
-class ThinkingBlock(_Block, frozen=True, tag="thinking"):
-    """Reasoning of an earlier answer; its signature is not looked at."""
-
-    thinking: str
-
-
-class RedactedBlock(_Block, frozen=True, tag="redacted_thinking"):
-    """Reasoning that only its maker can read; left out."""
-
-
-class ToolUseBlock(_Block, frozen=True, tag="tool_use"):
-    """A call of an earlier answer."""
-
-    id: str
-    name: str
-    input: dict[str, Any]
-
-
-class ImageBlock(_Block, frozen=True, tag="image"):
-    """Refused: this server reads no images."""
-
-
-class DocumentBlock(_Block, frozen=True, tag="document"):
-    """Read where its source is text, refused otherwise."""
-
-    source: dict[str, Any]
-
-
-class ToolResultBlock(_Block, frozen=True, tag="tool_result"):
-    """The answer of a tool; `is_error` leaves no trace in the prompt."""
-
-    tool_use_id: str
-    content: str | list[TextBlock | ImageBlock] | None = None
-    is_error: bool | None = None
-
-
-class Turn(msgspec.Struct, frozen=True):
-    """One message of the history."""
-
-    role: Literal["user", "assistant", "system"]
-    content: (
-        str
-        | list[
-            TextBlock
-            | ThinkingBlock
-            | RedactedBlock
-            | ToolUseBlock
-            | ToolResultBlock
-            | ImageBlock
-            | DocumentBlock
-        ]
-    )
-
-
-class Tool(msgspec.Struct, frozen=True):
-    """A tool of the client; one with another type than "custom" is a server's, and refused."""
-
-    name: str
-    type: str | None = None
-    description: str | None = None
-    input_schema: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class ToolChoice(msgspec.Struct, frozen=True):
-    """Which tools may be called; `disable_parallel_tool_use` has no effect."""
-
-    type: Literal["auto", "any", "tool", "none"]
-    name: str | None = None
-
-
-class ThinkingChoice(msgspec.Struct, frozen=True):
-    """`thinking`; its budget has no effect, see `output_config.effort`."""
-
-    type: Literal["enabled", "adaptive", "disabled"]
-
-
-class OutputConfig(msgspec.Struct, frozen=True):
-    """`output_config`: effort as spec section B.3, format {"type": "json_schema", "schema"}."""
-
-    effort: str | int | None = None
-    format: dict[str, Any] | None = None
-
-
-class Metadata(msgspec.Struct, frozen=True):
-    """`metadata`."""
-
-    user_id: str | None = None
-
-
-class MessagesBody(msgspec.Struct, frozen=True, kw_only=True):
-    """Body of POST /anthropic/v1/messages; unknown fields are ignored."""
-
-    messages: list[Turn]
-    max_tokens: int
-    model: str | None = None
-    system: str | list[TextBlock] | None = None
-    tools: list[Tool] | None = None
-    tool_choice: ToolChoice | None = None
-    thinking: ThinkingChoice | None = None
-    output_config: OutputConfig | None = None
-    stop_sequences: list[str] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    metadata: Metadata | None = None
-    stream: bool | None = None
-
-    def request(self, tenant: str) -> ChatRequest:
-        """Return what the service is asked for; raise InvalidRequestError for a bad value."""
-        if not 1 <= self.max_tokens <= MAX_NEW_TOKENS:
-            raise _refused("max_tokens", self.max_tokens, f"1 to {MAX_NEW_TOKENS}")
-        if self.temperature is not None and not 0 <= self.temperature <= 2:
-            raise _refused("temperature", self.temperature, "0 to 2")
-        stop = tuple(self.stop_sequences or ())
-        if len(stop) > MAX_STOPS or not all(stop):
-            raise _refused("stop_sequences", stop, f"at most {MAX_STOPS} texts, none empty")
-        if self.metadata is not None and len(self.metadata.user_id or "") > MAX_USER_ID:
-            raise _refused("metadata", "a long user_id", f"at most {MAX_USER_ID} characters")
-        output = self.output_config or OutputConfig()
-        return ChatRequest(
-            messages=_chat_messages(self.system, self.messages),
-            tools=[_function(tool) for tool in self.tools or ()] or None,
-            tool_choice=_chat_tool_choice(self.tool_choice),
-            thinking=None if self.thinking is None else self.thinking.type != "disabled",
-            effort=output.effort,
-            response_format=_response_format(output.format),
-            sampling=Sampling(
-                max_tokens=self.max_tokens,
-                temperature=self.temperature,
-                top_p=self.top_p,
-                top_k=self.top_k or 0,
-                stop=stop,
-            ),
-            tenant=tenant,
-        )
+_WORDS = {
+    "messages": "messages",
+    "stop": "stop_sequences",
+    "response_format": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+}
+_PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 
 
 async def messages(exchange: Exchange) -> Response:
     """Answer POST /anthropic/v1/messages."""
-    body = decode(await exchange.body(), MessagesBody)
-    model = claude_model(body.model, exchange.config)
-    request = body.request(exchange.tenant)
+    asked = await exchange.read(MessagesBody)
+    model = claude_model(asked.options.model, exchange.config)
     message_id = new_id("msg_")
-    begun = exchange.service.chat(request, request_id=message_id)
-    if body.stream:
+    begun = exchange.begin(asked.plan, request_id=message_id)
+    if asked.options.stream:
         generation = await exchange.while_connected(begun)
+        keep_alive_s = exchange.config.keep_alive_s
         response: Response = EventStream(
-            _events(generation, model),
-            keep_alive_s=exchange.config.keep_alive_s,
+            # The beginning comes before the first ping.
+            _events(generation, model, begin_within_s=min(BEGIN_WITHIN_S, keep_alive_s / 2)),
+            keep_alive_s=keep_alive_s,
             on_close=generation.cancel,
             error_event=lambda error: _event(anthropic_body(error)),
+            keep_alive=_PING,
         )
     else:
 
-        async def collected() -> dict[str, Any]:
+        async def collected() -> tuple[Generation, dict[str, Any]]:
             generation = await begun
             blocks, last = AnswerBlocks(message_id), ChoiceEvent(index=0)
             async with aclosing(generation.events()) as events:
@@ -207,12 +77,91 @@ async def messages(exchange: Exchange) -> Response:
             for _ in blocks.close():
                 pass
             message = _message(generation, model, blocks.content())
-            return {**message, **_stop_fields(last)}
+            return generation, {**message, **_stop_fields(last)}
 
-        response = json_response(await exchange.while_connected(collected()))
+        generation, whole = await exchange.while_connected(collected())
+        response = json_response(whole)
     # The name that Anthropic's clients show.
     response.headers["request-id"] = exchange.request_id
+    response.headers.update(note_headers(generation.notes, exchange.request_id))
     return response
+
+
+async def count_tokens(exchange: Exchange) -> Response:
+    """Answer POST /v1/messages/count_tokens: the tokens of the prompt, without an answer."""
+    asked = await exchange.read(CountTokensBody)
+    claude_model(asked.options.model, exchange.config)
+    return json_response({"input_tokens": len(asked.plan.prompt)})
+
+
+async def claude_models(exchange: Exchange) -> Response:
+    """Answer GET /v1/models in Anthropic's form, with its paging."""
+    query, names = exchange.request.query_params, exchange.config.model_names
+    told = query.get("limit", "20")
+    if not (told.isascii() and told.isdigit() and 1 <= int(told[:6]) <= 1000):
+        raise InvalidRequestError(f"limit: got {told[:20]!r}, expected 1 to 1000", param="limit")
+    first, last = 0, len(names)
+    for field in ("after_id", "before_id"):
+        name = query.get(field)
+        if name is None:
+            continue
+        if name not in names:
+            raise InvalidRequestError(
+                f"{field}: got {name[:80]!r}, expected one of {', '.join(names)}", param=field
+            )
+        if field == "after_id":
+            first = names.index(name) + 1
+        else:
+            last = names.index(name)
+    page = names[first:last]
+    # Before an id are the nearest ones, not the first ones.
+    cut = page[-int(told) :] if "before_id" in query else page[: int(told)]
+    return json_response(
+        {
+            "data": [_model(name, exchange) for name in cut],
+            "has_more": len(cut) < len(page),
+            "first_id": cut[0] if cut else None,
+            "last_id": cut[-1] if cut else None,
+        }
+    )
+
+
+async def models_of_either(exchange: Exchange) -> Response:
+    """Answer GET /v1/models: clients of Anthropic name their protocol's version in a header."""
+    is_claude = "anthropic-version" in exchange.request.headers
+    return await (claude_models if is_claude else models)(exchange)
+
+
+async def one_model_of_either(exchange: Exchange) -> Response:
+    """Answer GET /v1/models/{name} in the caller's protocol."""
+    is_claude = "anthropic-version" in exchange.request.headers
+    return await (one_claude_model if is_claude else one_model)(exchange)
+
+
+async def one_claude_model(exchange: Exchange) -> Response:
+    """Answer GET /v1/models/{name} in Anthropic's form."""
+    name, names = exchange.request.path_params["name"], exchange.config.model_names
+    if name not in names:
+        raise NotFoundError(
+            f"model: got {name[:80]!r}, expected one of {', '.join(names)}",
+            param="model",
+            code="model_not_found",
+        )
+    return json_response(_model(name, exchange))
+
+
+def _model(name: str, exchange: Exchange) -> dict[str, Any]:
+    context_tokens = exchange.service.preparer.context_tokens
+    return {
+        "type": "model",
+        "id": name,
+        "display_name": name,
+        # Not known; the protocol wants the epoch then.
+        "created_at": "1970-01-01T00:00:00Z",
+        "lifecycle": "active",
+        "max_input_tokens": context_tokens,
+        "max_tokens": min(MAX_NEW_TOKENS, context_tokens),
+    }
 
 
 def claude_model(name: str | None, config: ServerConfig) -> str:
@@ -226,6 +175,7 @@ def claude_model(name: str | None, config: ServerConfig) -> str:
 
 def anthropic_body(error: ServeError) -> dict[str, Any]:
     """Return {"type": "error", "error": {type, message}}, of both HTTP and stream errors."""
+    error = in_words_of(_WORDS, error)
     kind = _ERROR_TYPES.get(error.kind, error.kind)
     if error.status == 413:
         kind = "request_too_large"
@@ -278,7 +228,7 @@ class AnswerBlocks:
             if kind == "thinking":
                 own = {"thinking": text, "signature": self._signature}
             else:
-                own = {"text": text} if kind == "text" else {"input": _arguments(text)}
+                own = {"text": text} if kind == "text" else {"input": msgspec.Raw(text.encode())}
             whole.append({**fields, **own})
         return whole
 
@@ -301,16 +251,29 @@ class AnswerBlocks:
         return {"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": fields}
 
 
-async def _events(generation: Generation, model: str) -> AsyncGenerator[bytes, None]:
-    """Yield the server-sent events of an answer."""
+async def _events(
+    generation: Generation, model: str, *, begin_within_s: float
+) -> AsyncGenerator[bytes, None]:
+    """Yield the server-sent events of an answer.
+
+    The first one waits `begin_within_s` for the first token, with which it is known what the cache
+    had; a client that hears nothing during a long prefill would give up.
+    """
     blocks = AnswerBlocks(generation.request_id)
-    is_begun = False
     async with aclosing(generation.events()) as events:
-        async for event in events:
-            if not is_begun:
-                # Not earlier: what the cache had is known with the first token.
-                is_begun = True
-                yield _event({"type": "message_start", "message": _message(generation, model, [])})
+        first = asyncio.ensure_future(anext(events, None))
+        try:
+            await asyncio.wait({first}, timeout=begin_within_s)
+            if first.done():
+                # An answer that has failed already never began.
+                first.result()
+            yield _event({"type": "message_start", "message": _message(generation, model, [])})
+            event = await first
+        finally:
+            # An iterator that is being waited for cannot be closed.
+            first.cancel()
+            await asyncio.wait({first})
+        while event is not None:
             for fields in blocks.take(event.deltas):
                 yield _event(fields)
             if event.finish_reason is not None:
@@ -319,6 +282,7 @@ async def _events(generation: Generation, model: str) -> AsyncGenerator[bytes, N
                     yield _event(fields)
                 usage = _usage(generation.usage)
                 yield _event({"type": "message_delta", "delta": stop, "usage": usage})
+            event = await anext(events, None)
     yield _event({"type": "message_stop"})
 
 
@@ -358,116 +322,3 @@ def _usage(usage: Usage) -> dict[str, Any]:
 def _event(fields: Mapping[str, Any]) -> bytes:
     name = fields["type"].encode()
     return b"event: " + name + b"\ndata: " + msgspec.json.encode(fields) + b"\n\n"
-
-
-def _arguments(text: str) -> msgspec.Raw | dict[str, str]:
-    """Return a call's JSON object as it stands, or under one name what is none (cut off)."""
-    try:
-        msgspec.json.decode(text.encode(), type=dict)
-    except (msgspec.DecodeError, RecursionError):
-        return {"arguments": text}
-    return msgspec.Raw(text.encode())
-
-
-def _chat_messages(
-    system: str | list[TextBlock] | None, turns: Sequence[Turn]
-) -> list[dict[str, Any]]:
-    """Return the history in the form of a chat; raise InvalidRequestError for a foreign block."""
-    found: list[dict[str, Any]] = []
-    if system:
-        text = system if isinstance(system, str) else "\n\n".join(block.text for block in system)
-        found.append({"role": "system", "content": text})
-    for number, turn in enumerate(turns):
-        where = f"messages.{number}.content"
-        if isinstance(turn.content, str):
-            found.append({"role": turn.role, "content": turn.content})
-        elif not turn.content:
-            raise _refused(where, "no block", "a text or at least one block")
-        elif turn.role == "assistant":
-            found.append(_assistant_message(turn.content, where))
-        else:
-            found += _user_messages(turn.role, turn.content, where)
-    return found
-
-
-def _assistant_message(blocks: Sequence[Any], where: str) -> dict[str, Any]:
-    texts, thoughts, calls = [], [], []
-    for number, block in enumerate(blocks):
-        if isinstance(block, TextBlock):
-            texts.append(block.text)
-        elif isinstance(block, ThinkingBlock):
-            thoughts.append(block.thinking)
-        elif isinstance(block, ToolUseBlock):
-            function = {"name": block.name, "arguments": json.dumps(block.input)}
-            calls.append({"id": block.id, "type": "function", "function": function})
-        elif not isinstance(block, RedactedBlock):
-            raise _refused(f"{where}.{number}", block, "text, thinking or tool_use here")
-    message: dict[str, Any] = {"role": "assistant", "content": "\n\n".join(texts)}
-    if thoughts:
-        message["reasoning_content"] = "\n".join(thoughts)
-    if calls:
-        message["tool_calls"] = calls
-    return message
-
-
-def _user_messages(role: str, blocks: Sequence[Any], where: str) -> list[dict[str, Any]]:
-    """Return a tool message for each result, and the text between them as messages of `role`."""
-    found: list[dict[str, Any]] = []
-    for number, block in enumerate(blocks):
-        place = f"{where}.{number}"
-        if isinstance(block, ToolResultBlock) and role == "user":
-            content = block.content or ""
-            if not isinstance(content, str):
-                content = [_text_part(part, place) for part in content]
-            found.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content})
-            continue
-        part = _text_part(block, place)
-        if found and found[-1]["role"] == role:
-            found[-1]["content"].append(part)
-        else:
-            found.append({"role": role, "content": [part]})
-    return found
-
-
-def _text_part(block: Any, where: str) -> dict[str, str]:
-    if isinstance(block, TextBlock):
-        return {"type": "text", "text": block.text}
-    if isinstance(block, DocumentBlock) and block.source.get("type") == "text":
-        return {"type": "text", "text": str(block.source.get("data", ""))}
-    raise _refused(where, block, "text, since this server reads no images and no files")
-
-
-def _function(tool: Tool) -> dict[str, Any]:
-    if tool.type not in (None, "custom"):
-        raise _refused("tools", tool.type, "a tool that the client runs; leave the others out")
-    optional = {
-        "description": tool.description,
-        "parameters": tool.input_schema,
-        "strict": tool.strict,
-    }
-    fields = {name: value for name, value in optional.items() if value is not None}
-    return {"type": "function", "function": {"name": tool.name, **fields}}
-
-
-def _chat_tool_choice(choice: ToolChoice | None) -> str | dict[str, Any] | None:
-    if choice is None:
-        return None
-    if choice.type == "tool":
-        if choice.name is None:
-            raise _refused("tool_choice.name", None, "the name of a tool")
-        return {"type": "function", "function": {"name": choice.name}}
-    return "required" if choice.type == "any" else choice.type
-
-
-def _response_format(wanted: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    if wanted is None:
-        return None
-    if wanted.get("type") != "json_schema":
-        raise _refused("output_config.format", wanted.get("type"), "type 'json_schema'")
-    return {"type": "json_schema", "json_schema": {"schema": wanted.get("schema")}}
-
-
-def _refused(name: str, got: object, want: str) -> InvalidRequestError:
-    shown = f"block {type(got).__name__}" if isinstance(got, _Block) else repr(got)[:80]
-    param = name.partition(".")[0]
-    return InvalidRequestError(f"{name}: got {shown}, expected {want}", param=param)

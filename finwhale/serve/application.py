@@ -24,7 +24,8 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from finwhale.serve import metrics
-from finwhale.serve.anthropic_api import anthropic_body, messages
+from finwhale.serve.anthropic_api import anthropic_body
+from finwhale.serve.endpoints import description, endpoints, is_anthropic
 from finwhale.serve.errors import (
     MethodNotAllowedError,
     NotFoundError,
@@ -32,19 +33,9 @@ from finwhale.serve.errors import (
     internal_error,
     openai_body,
 )
-from finwhale.serve.exchange import (
-    ApiKeys,
-    Exchange,
-    Handler,
-    endpoint,
-    json_response,
-    note_refusal,
-)
-from finwhale.serve.openai_api import chat_completions, completions, models, one_model
-from finwhale.serve.responses_api import responses
+from finwhale.serve.exchange import ApiKeys, Exchange, endpoint, json_response, note_refusal
 from finwhale.serve.service import Service, new_id
 
-_ANTHROPIC = "/anthropic"
 _NO_SNIFF = ("x-content-type-options", "nosniff")
 
 
@@ -57,10 +48,6 @@ def create_application(
     routes  of other protocols and pages, behind the ones of this file
     """
     keys = keys or ApiKeys()
-
-    def route(path: str, handler: Handler, method: str) -> Route:
-        answer = endpoint(service, keys, handler, openai_body)
-        return Route(path, answer, methods=[method])
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -82,28 +69,21 @@ def create_application(
             service.metrics.text(), headers={"content-type": metrics.CONTENT_TYPE}
         )
 
-    # Some clients are given the address with /v1 and some without; the hosted service has both.
+    async def described(_: Request) -> Response:
+        return Response(description(service.config), media_type="application/json")
+
     own: list[BaseRoute] = [
         Route("/health", ready, methods=["GET"]),
         Route("/readyz", ready, methods=["GET"]),
         Route("/livez", live, methods=["GET"]),
+        Route("/openapi.json", described, methods=["GET"]),
+        Route("/metrics", endpoint(service, keys, figures, openai_body), methods=["GET"]),
     ]
-    own.append(route("/metrics", figures, "GET"))
-    for prefix in ("/v1", ""):
-        own += [
-            route(f"{prefix}/chat/completions", chat_completions, "POST"),
-            route(f"{prefix}/completions", completions, "POST"),
-            route(f"{prefix}/responses", responses, "POST"),
-            route(f"{prefix}/models", models, "GET"),
-            route(f"{prefix}/models/{{name:path}}", one_model, "GET"),
-        ]
-    own.append(
-        Route(
-            f"{_ANTHROPIC}/v1/messages",
-            endpoint(service, keys, messages, anthropic_body),
-            methods=["POST"],
-        )
-    )
+    for each in endpoints():
+        answer = endpoint(service, keys, each.handler, each.error_body)
+        # A model's name may hold slashes.
+        path = each.path.replace("{name}", "{name:path}")
+        own.append(Route(path, answer, methods=[each.method]))
     origins = service.config.cors_origins
     middleware = [Middleware(_NoSniff)]
     if origins:
@@ -160,7 +140,7 @@ def _state(reason: str | None) -> Response:
 
 def _body_of(path: str, error: ServeError) -> dict[str, Any]:
     """Return the error in the protocol that the path belongs to."""
-    return anthropic_body(error) if path.startswith(f"{_ANTHROPIC}/") else openai_body(error)
+    return anthropic_body(error) if is_anthropic(path) else openai_body(error)
 
 
 class _NoSniff:

@@ -1,4 +1,4 @@
-"""The bytes of a request's body: media type, content coding, limits of size, time and all bodies.
+"""The bytes of a request's body: its media type, its content coding, its limits of size and time.
 
 A coded body is decoded while it comes, so one that grows over the limit is refused at once and
 never held as a whole. It refuses other media types than JSON (a page of another origin could send
@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 from starlette.requests import Request
 
@@ -20,7 +19,6 @@ from finwhale.config.server import ServerConfig
 from finwhale.serve.errors import (
     InvalidRequestError,
     MediaTypeError,
-    OverloadedError,
     SlowRequestError,
     TooLargeError,
 )
@@ -30,44 +28,13 @@ _PIECE_BYTES = 256 << 10
 _ACCEPTED = "gzip, deflate, identity"
 
 
-class BodyRoom:
-    """The bytes of bodies that are arriving, of one server; used in its event loop alone."""
-
-    def __init__(self, config: ServerConfig) -> None:
-        """Let them be `max_bodies_bytes` together."""
-        self._limit, self.num_bytes = config.max_bodies_bytes, 0
-
-    @contextmanager
-    def part(self) -> Iterator[Callable[[int], None]]:
-        """Give a function that takes room for more bytes of one body; all of it ends with this.
-
-        The function raises OverloadedError where there is no room.
-        """
-        own = 0
-
-        def take(num_bytes: int) -> None:
-            nonlocal own
-            if self.num_bytes + num_bytes > self._limit:
-                raise OverloadedError(
-                    f"bodies of {self.num_bytes} bytes are arriving, {self._limit} may; "
-                    "try again later",
-                    code="overloaded",
-                    retry_after_s=1,
-                )
-            own += num_bytes
-            self.num_bytes += num_bytes
-
-        try:
-            yield take
-        finally:
-            self.num_bytes -= own
-
-
-async def read_body(request: Request, config: ServerConfig, room: BodyRoom) -> bytes:
+async def read_body(request: Request, config: ServerConfig, take: Callable[[int], None]) -> bytes:
     """Return the whole body, decoded.
 
-    Raises MediaTypeError, TooLargeError, SlowRequestError, OverloadedError, InvalidRequestError for
-    a broken coding, and starlette's ClientDisconnect where the client leaves.
+    take  called with the length of each piece, decoded, before it is kept
+
+    Raises MediaTypeError, TooLargeError, SlowRequestError, InvalidRequestError for a broken coding,
+    what `take` raises, and starlette's ClientDisconnect where the client leaves.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
@@ -84,20 +51,19 @@ async def read_body(request: Request, config: ServerConfig, room: BodyRoom) -> b
     parts: list[bytes] = []
     size = size_sent = 0
     try:
-        with room.part() as take:
-            async with asyncio.timeout(config.body_timeout_s):
-                async for sent in request.stream():
-                    size_sent += len(sent)
-                    if size_sent > limit:
+        async with asyncio.timeout(config.body_timeout_s):
+            async for sent in request.stream():
+                size_sent += len(sent)
+                if size_sent > limit:
+                    raise too_large
+                for part in (sent,) if decoder is None else decoder.decode(sent):
+                    size += len(part)
+                    if size > limit:
                         raise too_large
-                    for part in (sent,) if decoder is None else decoder.decode(sent):
-                        size += len(part)
-                        if size > limit:
-                            raise too_large
-                        take(len(part))
-                        parts.append(part)
-                        if decoder is not None:
-                            await asyncio.sleep(0)
+                    take(len(part))
+                    parts.append(part)
+                    if decoder is not None:
+                        await asyncio.sleep(0)
     except TimeoutError:
         want = f"within {config.body_timeout_s:g} s"
         raise SlowRequestError(f"body: expected whole {want}", code="slow_body") from None

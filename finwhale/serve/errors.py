@@ -9,10 +9,22 @@ more; there the body travels as an event. Source: spec/multimodal-serving.md sec
 
 from __future__ import annotations
 
+import copy
+import re
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 _LONGEST_MESSAGE = 1000
+# The rooms below know one name for each field, or say what part of it is at fault.
+_ROOM_WORDS = {
+    "conversation": "messages",
+    "schema": "response_format",
+    "pattern": "response_format",
+    "effort": "reasoning_effort",
+    "max_new_tokens": "max_tokens",
+}
+_LEADING_FIELD = re.compile(r"([A-Za-z_]+)((?:\[\d+\]|\.[A-Za-z_0-9]+)*): ")
 
 
 class ServeError(ValueError):
@@ -43,6 +55,16 @@ class ServeError(ValueError):
         super().__init__(message)
         self.message, self.param, self.code = message, param, code
         self.retry_after_s, self._more_headers = retry_after_s, dict(more_headers or {})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Travel between processes; the defaults of ValueError would lose the keywords."""
+        fields = {
+            "param": self.param,
+            "code": self.code,
+            "retry_after_s": self.retry_after_s,
+            "more_headers": self._more_headers,
+        }
+        return partial(type(self), **fields), (self.message,)
 
     @property
     def headers(self) -> dict[str, str]:
@@ -133,6 +155,26 @@ class TimeLimitError(ServeError):
 
     status = 504
     kind = "timeout_error"
+
+
+def in_words_of(names: Mapping[str, str], error: ServeError) -> ServeError:
+    """Return the error with the field at fault as a protocol calls it.
+
+    names  {field of a chat completion: the protocol's name of it}; other fields stay. A place
+           `[3]` inside one of `names` is left out, since it counts the messages of the chat.
+    """
+    told = copy.copy(error)
+    if error.param is not None:
+        param = _ROOM_WORDS.get(error.param, error.param)
+        told.param = names.get(param, param)
+    leading = _LEADING_FIELD.match(error.message)
+    if leading is not None:
+        field, place = leading.groups()
+        word = _ROOM_WORDS.get(field, field)
+        if word in names and (names[word] != field or place.startswith("[")):
+            place = ""
+        told.message = f"{names.get(word, word)}{place}: {error.message[leading.end() :]}"
+    return told
 
 
 def openai_body(error: ServeError) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import ipaddress
 import json
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -29,8 +29,11 @@ from starlette.types import Receive, Scope, Send
 from finwhale.config import ConfigError
 from finwhale.config.server import ServerConfig
 from finwhale.serve.bodies import read_body
+from finwhale.serve.body_process import Asked, Body, Options
 from finwhale.serve.errors import ForbiddenError, ServeError, UnauthorizedError, internal_error
 from finwhale.serve.generation import Generation
+from finwhale.serve.planning import Plan
+from finwhale.serve.reading import Room
 from finwhale.serve.service import Service, new_id
 from finwhale.telemetry import get_logger
 
@@ -111,16 +114,35 @@ class Exchange:
     request_id: str
     tenant: str
     service: Service
+    # Of time.perf_counter; the time limit of an answer counts from it.
+    arrived_s: float = field(default_factory=time.perf_counter)
 
     @property
     def config(self) -> ServerConfig:
         """The server's settings."""
         return self.service.config
 
-    async def body(self) -> bytes:
-        """Return the whole body, decoded; raise for one that is too long, too slow or no JSON."""
+    async def read(self, kind: type[Body[Options]]) -> Asked[Options]:
+        """Return the body decoded and planned; raise ServeError for what could not be served."""
+        reader = self.service.reader
+        with reader.room() as room:
+            raw = await self.body(room)
+            return await self.while_connected(reader.read(raw, kind, self.tenant))
+
+    async def begin(self, plan: Plan, *, request_id: str | None = None) -> Generation:
+        """Queue what was planned and return it once the engine has accepted it."""
+        return await self.service.begin(plan, request_id=request_id, started_s=self.arrived_s)
+
+    async def body(self, room: Room | None = None) -> bytes:
+        """Return the whole body, decoded; raise for one that is too long, too slow or no JSON.
+
+        room  counts its bytes among those of all bodies; None: while they arrive alone
+        """
+        if room is None:
+            with self.service.reader.room() as own:
+                return await self.body(own)
         try:
-            return await read_body(self.request, self.config, self.service.body_room)
+            return await read_body(self.request, self.config, room.take)
         except ClientDisconnect:
             raise ClientLeftError from None
 
@@ -262,8 +284,8 @@ class EventStream(Response):
 
     The iterator is closed when the client leaves, at once and not at the next event, so what it
     holds can let go; `on_close` is called in any case, also if it was never begun. A silence of
-    `keep_alive_s` seconds sends a comment. What the iterator raises becomes a last event, the
-    bytes of `error_event`, since the status has been sent.
+    `keep_alive_s` seconds sends `keep_alive`, a comment if not told otherwise. What the iterator
+    raises becomes a last event, the bytes of `error_event`, since the status has been sent.
     """
 
     media_type = "text/event-stream"
@@ -275,13 +297,14 @@ class EventStream(Response):
         keep_alive_s: float,
         on_close: Callable[[], None],
         error_event: Callable[[ServeError], bytes],
+        keep_alive: bytes = KEEP_ALIVE,
     ) -> None:
         """Send what `source` yields."""
         super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no"})
         # Its length is not known.
         del self.headers["content-length"]
         self._source, self._keep_alive_s, self._on_close = source, keep_alive_s, on_close
-        self._error_event = error_event
+        self._error_event, self._keep_alive = error_event, keep_alive
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send until the iterator ends or the client leaves."""
@@ -300,7 +323,7 @@ class EventStream(Response):
                 )
                 is_silent = num_sent == self._num_sent
                 if is_silent and not (sending.done() or left.done()):
-                    await send(_body(KEEP_ALIVE))
+                    await send(_body(self._keep_alive))
             if sending.done():
                 sending.result()
                 await send(_body(b"", is_last=True))

@@ -18,7 +18,14 @@ from typing import Literal, Protocol
 from finwhale.engine.request import RequestOutput, TokenResult
 from finwhale.serve.errors import ServeError, TimeLimitError
 from finwhale.serve.worker import Message
-from finwhale.text.output_parser import Delta, OutputParser, TokenOutputParser, message_of
+from finwhale.text.output_parser import (
+    Delta,
+    OutputParser,
+    TokenOutputParser,
+    check_stops,
+    message_of,
+)
+from finwhale.text.text_search import TextSearch
 from finwhale.text.tokenizer import Tokenizer
 
 # The engine's reasons in the words of the protocol.
@@ -31,6 +38,7 @@ class TokenLogprob:
 
     logprob  None for the first token of an echoed prompt
     top      (text, bytes, log-probability), best first
+    offset   whole characters before the token in the returned text; of completions alone
     """
 
     kind: Literal["reasoning", "content"]
@@ -38,6 +46,7 @@ class TokenLogprob:
     token_bytes: bytes
     logprob: float | None
     top: tuple[tuple[str, bytes, float], ...] = ()
+    offset: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,6 +134,11 @@ class ChoiceReader(Protocol):
         """The stop text that has ended the choice."""
         ...
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether a stop text or the last allowed call has ended the choice."""
+        ...
+
     def feed(self, result: TokenResult) -> tuple[list[Delta], list[TokenLogprob]]:
         """Take one token; return what became certain."""
         ...
@@ -137,36 +151,38 @@ class ChoiceReader(Protocol):
 class ChatReader:
     """Reasoning, content and calls of one choice of a chat."""
 
-    def __init__(self, tokenizer: Tokenizer, parser: OutputParser, stop: Sequence[str]) -> None:
-        """Parse with `parser`, whose stop texts are `stop`."""
-        self._tokenizer, self._stop = tokenizer, tuple(stop)
+    def __init__(self, tokenizer: Tokenizer, parser: OutputParser) -> None:
+        """Parse with `parser`."""
+        self._tokenizer = tokenizer
         self._parser = TokenOutputParser(tokenizer, parser)
-        self._answer: list[int] = []
         # Tokens whose text is held back by the parser.
         self._pending: list[TokenLogprob] = []
-        self._has_calls = False
-        self.stop_text: str | None = None
 
     @property
     def num_reasoning_tokens(self) -> int:
         """Tokens before `</think>`."""
         return self._parser.num_reasoning_tokens
 
+    @property
+    def stop_text(self) -> str | None:
+        """The stop text that has ended the choice."""
+        return self._parser.parser.stop_text
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether a stop text or the last allowed call has ended the choice."""
+        return self._parser.parser.is_complete
+
     def feed(self, result: TokenResult) -> tuple[list[Delta], list[TokenLogprob]]:
         """Take one token; return what became certain."""
-        was_reasoning = self._parser.parser.in_reasoning
+        parser = self._parser.parser
+        was_reasoning, is_marker = parser.in_reasoning, parser.in_calls
         deltas = self._parser.feed([result.token])
-        is_reasoning = self._parser.parser.in_reasoning
-        if not was_reasoning and self._stop:
-            self._answer.append(result.token)
-        is_marker = was_reasoning != is_reasoning or result.token == self._tokenizer.eos_id
+        is_marker = is_marker or was_reasoning != parser.in_reasoning
+        is_marker = is_marker or result.token == self._tokenizer.eos_id
         if result.logprob is not None and not is_marker:
-            kind = "reasoning" if is_reasoning else "content"
+            kind = "reasoning" if parser.in_reasoning else "content"
             self._pending.append(told(self._tokenizer, result, kind))
-        if self._parser.parser.is_stopped:
-            # The parser drops newlines before the first text, so no stop text matched there.
-            answer = self._tokenizer.decode(self._answer).lstrip("\n")
-            self.stop_text = _first_stop(answer, self._stop) or self._stop[0]
         return deltas, self._certain(deltas)
 
     def finish(self, reason: str) -> tuple[list[Delta], list[TokenLogprob], str]:
@@ -176,11 +192,10 @@ class ChatReader:
         return deltas, self._certain(deltas), finish_reason
 
     def _certain(self, deltas: list[Delta]) -> list[TokenLogprob]:
-        """Return the pending tokens that these deltas have settled."""
-        self._has_calls = self._has_calls or any(d.kind == "tool_call" for d in deltas)
+        """Return the pending tokens that these deltas have settled; those of markup never."""
         is_text = any(delta.kind in ("reasoning", "content") for delta in deltas)
         told_now = self._pending if is_text else []
-        if is_text or self._has_calls:
+        if is_text or self._parser.parser.in_calls:
             self._pending = []
         return told_now
 
@@ -191,39 +206,59 @@ class TextReader:
     num_reasoning_tokens = 0
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
-        """Decode with `tokenizer`; `stop` are texts, none empty."""
-        self._tokenizer, self._stop = tokenizer, tuple(stop)
+        """Decode with `tokenizer`; raise OutputParserError for stop texts that are not served."""
+        check_stops(stop)
+        self._tokenizer, self._search = tokenizer, TextSearch(stop)
         self._decoder = tokenizer.stream()
         self._held = ""
+        # Characters that were decoded, and those of them that are part of the answer.
+        self._num_read = 0
+        self._num_said = 0
         self._pending: list[TokenLogprob] = []
         self.stop_text: str | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether a stop text has ended the choice."""
+        return self.stop_text is not None
 
     def feed(self, result: TokenResult) -> tuple[list[Delta], list[TokenLogprob]]:
         """Take one token; return what became certain."""
         if result.token == self._tokenizer.eos_id:
             return [], []
         if result.logprob is not None:
-            self._pending.append(told(self._tokenizer, result, "content"))
+            entry = told(self._tokenizer, result, "content")
+            self._pending.append(replace(entry, offset=self._num_read))
         return self._certain(self._decoder.push(result.token))
 
     def finish(self, reason: str) -> tuple[list[Delta], list[TokenLogprob], str]:
-        """End the choice; return the rest and the finish reason."""
-        deltas, logprobs = self._certain(self._decoder.finish(), is_end=True)
+        """End the choice; return the rest and the finish reason.
+
+        A character that a limit has cut is left out: it is none that the model wrote. Its bytes
+        are those of the told tokens.
+        """
+        rest = self._decoder.finish() if reason == "stop" else ""
+        deltas, logprobs = self._certain(rest, is_end=True)
         return deltas, logprobs, reason
 
     def _certain(self, text: str, *, is_end: bool = False) -> tuple[list[Delta], list]:
         if self.stop_text is not None:
             return [], []
-        text = self._held + text
-        self.stop_text = _first_stop(text, self._stop)
-        if self.stop_text is not None:
-            text, self._held = text[: text.index(self.stop_text)], ""
+        self._num_read += len(text)
+        found = self._search.feed(text)
+        if found is not None:
+            end, self.stop_text = found
+            text, self._held = (self._held + text[:end]).removesuffix(self.stop_text), ""
         else:
-            keep = 0 if is_end else _open_length(text, self._stop)
-            text, self._held = text[: len(text) - keep], text[len(text) - keep :]
+            text = self._held + text
+            certain = len(text) - (0 if is_end else self._search.num_open)
+            text, self._held = text[:certain], text[certain:]
+        self._num_said += len(text)
         if not text and not is_end:
             return [], []
         logprobs, self._pending = self._pending, []
+        if self.stop_text is not None:
+            logprobs = [each for each in logprobs if each.offset < self._num_said]
         return ([Delta(kind="content", text=text)] if text else []), logprobs
 
 
@@ -233,6 +268,7 @@ class Generation:
     request_id  of the engine and of the log
     created_s   Unix time
     usage       grows while events are read, complete after the last one
+    notes       what was served otherwise than asked, in words for the client
     """
 
     def __init__(
@@ -248,6 +284,7 @@ class Generation:
         started_s: float | None = None,
         echo: Sequence[int] | None = None,
         on_end: Callable[[Generation, str], None] | None = None,
+        notes: tuple[str, ...] = (),
     ) -> None:
         """Read `messages`, which a worker's listener fills.
 
@@ -255,13 +292,15 @@ class Generation:
         echo       prompt ids that every choice repeats before its own text
         on_end     called once with how the request ended
         """
-        self.request_id, self.usage = request_id, usage
+        self.request_id, self.usage, self.notes = request_id, usage, notes
         self.created_s = int(time.time())
         self.started_s = time.perf_counter() if started_s is None else started_s
         self.first_token_s: float | None = None
         self._tokenizer, self._readers, self._messages = tokenizer, list(readers), messages
         self._cancel, self._timeout_s = cancel, timeout_s
         self._echo, self._on_end = echo, on_end
+        # Characters of the repeated prompt.
+        self._num_echoed = 0
         # Choices whose end has been told.
         self._done: set[int] = set()
         self._is_told_ended = False
@@ -334,12 +373,12 @@ class Generation:
             usage.completion_tokens += 1
             for own, new in zip((deltas, logprobs), reader.feed(result), strict=True):
                 own += new
-            if reader.stop_text is not None:
+            if reader.is_complete:
                 break
         reason = output.finish_reason
         finish_reason = None
-        if reader.stop_text is not None or reason is not None:
-            wanted = "stop" if reader.stop_text is not None else _REASONS.get(reason or "", reason)
+        if reader.is_complete or reason is not None:
+            wanted = "stop" if reader.is_complete else _REASONS.get(reason or "", reason)
             rest, more, finish_reason = reader.finish(wanted or "stop")
             deltas += rest
             logprobs += more
@@ -350,7 +389,7 @@ class Generation:
                 ChoiceEvent(
                     index=index,
                     deltas=tuple(deltas),
-                    logprobs=tuple(logprobs),
+                    logprobs=_moved(logprobs, self._num_echoed),
                     finish_reason=finish_reason,
                     stop_text=reader.stop_text,
                 )
@@ -362,13 +401,20 @@ class Generation:
         if self._echo is None:
             return []
         # A begin marker that the server put before the prompt is not repeated.
-        results = (output.prompt_logprobs or ())[-len(self._echo) :]
-        logprobs = tuple(told(self._tokenizer, r, "content") for r in results)
-        text = self._tokenizer.decode(self._echo)
-        self._echo = None
+        results = output.prompt_logprobs or ()
+        results = results[max(0, len(results) - len(self._echo)) :]
+        offsets, text = _offsets(self._tokenizer, self._echo)
+        offsets = offsets[len(offsets) - len(results) :]
+        logprobs = tuple(
+            replace(told(self._tokenizer, result, "content"), offset=offset)
+            for result, offset in zip(results, offsets, strict=True)
+        )
+        self._echo, self._num_echoed = None, len(text)
+        deltas = (Delta(kind="content", text=text),) if text else ()
         return [
-            ChoiceEvent(index=index, deltas=(Delta(kind="content", text=text),), logprobs=logprobs)
+            ChoiceEvent(index=index, deltas=deltas, logprobs=logprobs)
             for index in range(self.num_choices)
+            if text or logprobs
         ]
 
     def _end(self, outcome: str) -> None:
@@ -407,16 +453,18 @@ def _shown(raw: bytes) -> str:
     return raw.decode("utf-8", errors="backslashreplace")
 
 
-def _first_stop(text: str, stops: Sequence[str]) -> str | None:
-    """Return the stop text that is complete first, as the output parser chooses it."""
-    found = [(text.find(stop) + len(stop), stop) for stop in stops if stop in text]
-    return min(found, key=lambda pair: pair[0])[1] if found else None
+def _moved(logprobs: Sequence[TokenLogprob], by: int) -> tuple[TokenLogprob, ...]:
+    """Return the same tokens behind `by` more characters."""
+    if not by:
+        return tuple(logprobs)
+    return tuple(replace(each, offset=each.offset + by) for each in logprobs)
 
 
-def _open_length(text: str, stops: Sequence[str]) -> int:
-    """Return the length of the longest end of `text` that a stop text may begin with."""
-    longest = min(len(text), max(map(len, stops), default=1) - 1)
-    for length in range(longest, 0, -1):
-        if any(stop.startswith(text[len(text) - length :]) for stop in stops):
-            return length
-    return 0
+def _offsets(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[list[int], str]:
+    """Return the whole characters before each token, and the text of all."""
+    decoder, offsets, pieces, num = tokenizer.stream(), [], [], 0
+    for token in ids:
+        offsets.append(num)
+        pieces.append(decoder.push(token))
+        num += len(pieces[-1])
+    return offsets, "".join([*pieces, decoder.finish()])

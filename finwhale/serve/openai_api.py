@@ -1,17 +1,17 @@
 """The OpenAI protocol with DeepSeek's fields: chat completions, completions, models.
 
 It owns the bodies of answers and chunks and nothing else; what happens between them is the
-service's. As the hosted service does and OpenAI does not, the usage of a stream rides on the last
-chunk that has a choice, always, and `stream_options.include_usage` only adds `usage: null` to the
-chunks before. A newcomer's mistake: a field that is null and one that is absent differ for
-`reasoning_content`: it is absent where the request does not think.
+service's. The usage of a stream rides on the last chunk that has a choice, as in the hosted
+service. `stream_options.include_usage` asks for OpenAI's form: the usage in a chunk of its own
+without choices, null in all others; twice would be wrong, since clients add up what they see.
+A newcomer's mistake: a field that is null and one that is absent differ for `reasoning_content`:
+it is absent where the request does not think.
 Source: spec/multimodal-serving.md section D.2.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -20,47 +20,58 @@ import msgspec
 from starlette.responses import Response
 
 from finwhale.config.server import ServerConfig
-from finwhale.serve.errors import InvalidRequestError, NotFoundError, ServeError, openai_body
+from finwhale.serve.errors import (
+    InvalidRequestError,
+    NotFoundError,
+    ServeError,
+    in_words_of,
+    openai_body,
+)
 from finwhale.serve.exchange import EventStream, Exchange, json_response
 from finwhale.serve.generation import ChoiceEvent, ChoiceResult, Generation, TokenLogprob, Usage
-from finwhale.serve.schema import ChatBody, CompletionBody, decode
+from finwhale.serve.notes import note_headers
+from finwhale.serve.planning import Plan
+from finwhale.serve.schema import ChatBody, CompletionBody
 from finwhale.text.output_parser import Delta
-from finwhale.text.prompt import thinking_and_effort
 
 DONE = b"data: [DONE]\n\n"
 
 
 async def chat_completions(exchange: Exchange) -> Response:
     """Answer POST /v1/chat/completions."""
-    body = decode(await exchange.body(), ChatBody)
-    model = served_model(body.model, exchange.config)
-    request = body.request(exchange.tenant)
-    if not body.stream:
-        generation, results = await exchange.while_connected(_collected(exchange, request))
-        return json_response(_chat_answer(generation, results, model, is_thinking=_thinks(request)))
-    generation = await exchange.while_connected(exchange.service.chat(request))
-    events = _chat_events(
-        generation, model, is_thinking=_thinks(request), wants_usage=body.wants_usage
-    )
-    return EventStream(
-        events,
-        keep_alive_s=exchange.config.keep_alive_s,
-        on_close=generation.cancel,
-        error_event=_last_error,
-    )
+    asked = await exchange.read(ChatBody)
+    options, plan = asked.options, asked.plan
+    model = served_model(options.model, exchange.config)
+    if not options.stream:
+        generation, results = await exchange.while_connected(_collected(exchange, plan))
+        answer = _chat_answer(generation, results, model, is_thinking=plan.is_thinking)
+        response = json_response(answer)
+    else:
+        generation = await exchange.while_connected(exchange.begin(plan))
+        events = _chat_events(
+            generation, model, is_thinking=plan.is_thinking, wants_usage=options.wants_usage
+        )
+        response = EventStream(
+            events,
+            keep_alive_s=exchange.config.keep_alive_s,
+            on_close=generation.cancel,
+            error_event=_last_error,
+        )
+    response.headers.update(note_headers(generation.notes, exchange.request_id))
+    return response
 
 
 async def completions(exchange: Exchange) -> Response:
     """Answer POST /v1/completions."""
-    body = decode(await exchange.body(), CompletionBody)
-    model = served_model(body.model, exchange.config)
-    requests = body.requests(exchange.tenant, max_choices=exchange.config.max_choices)
+    asked = await exchange.read(CompletionBody)
+    options = asked.options
+    model = served_model(options.model, exchange.config)
 
     async def begun() -> list[Generation]:
         generations: list[Generation] = []
         try:
-            for request in requests:
-                generations.append(await exchange.service.complete(request))
+            for plan in asked.plans:
+                generations.append(await exchange.begin(plan))
         except BaseException:
             # A body is served as a whole or not at all.
             for generation in generations:
@@ -77,19 +88,35 @@ async def completions(exchange: Exchange) -> Response:
                 results[event.index].add(event)
         return generations, results
 
-    if not body.stream:
+    if not options.stream:
         generations, results = await exchange.while_connected(collected())
-        return json_response(_text_answer(generations, results, model))
-    generations = await exchange.while_connected(begun())
+        response = json_response(_text_answer(generations, results, model))
+    else:
+        generations = await exchange.while_connected(begun())
 
-    def close() -> None:
-        for generation in generations:
-            generation.cancel()
+        def close() -> None:
+            for generation in generations:
+                generation.cancel()
 
-    events = _text_events(generations, model, wants_usage=body.wants_usage)
-    return EventStream(
-        events, keep_alive_s=exchange.config.keep_alive_s, on_close=close, error_event=_last_error
-    )
+        response = EventStream(
+            _text_events(generations, model, wants_usage=options.wants_usage),
+            keep_alive_s=exchange.config.keep_alive_s,
+            on_close=close,
+            error_event=_last_error,
+        )
+    notes = [note for generation in generations for note in generation.notes]
+    response.headers.update(note_headers(notes, exchange.request_id))
+    return response
+
+
+def chat_error(error: ServeError) -> dict[str, Any]:
+    """Return the error body of a chat completion."""
+    return openai_body(in_words_of({}, error))
+
+
+def completion_error(error: ServeError) -> dict[str, Any]:
+    """Return the error body of a completion, whose prompt is no list of messages."""
+    return openai_body(in_words_of({"messages": "prompt"}, error))
 
 
 async def models(exchange: Exchange) -> Response:
@@ -141,13 +168,9 @@ def usage_body(usage: Usage) -> dict[str, Any]:
     }
 
 
-async def _collected(exchange: Exchange, request: Any) -> tuple[Generation, list[ChoiceResult]]:
-    generation = await exchange.service.chat(request)
+async def _collected(exchange: Exchange, plan: Plan) -> tuple[Generation, list[ChoiceResult]]:
+    generation = await exchange.begin(plan)
     return generation, await generation.collect()
-
-
-def _thinks(request: Any) -> bool:
-    return thinking_and_effort(request.thinking, request.effort)[0]
 
 
 def _chat_answer(
@@ -209,6 +232,8 @@ async def _chat_events(
                 if is_thinking:
                     last["reasoning_content"] = None
                 yield chunk(event.index, last, logprobs, event.finish_reason)
+    if wants_usage:
+        yield _usage_event(head, generation.usage)
     yield DONE
 
 
@@ -234,10 +259,16 @@ def _chat_logprobs(told: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         return None
     lists: dict[str, Any] = {"content": [], "reasoning_content": []}
     for each in told:
-        entry = _logprob_entry(each.token, each.token_bytes, each.logprob)
-        entry["top_logprobs"] = [_logprob_entry(*other) for other in each.top]
-        lists["content" if each.kind == "content" else "reasoning_content"].append(entry)
+        kind = "content" if each.kind == "content" else "reasoning_content"
+        lists[kind].append(logprob_body(each))
     return lists
+
+
+def logprob_body(told: TokenLogprob) -> dict[str, Any]:
+    """Return {token, logprob, bytes, top_logprobs} of one token."""
+    entry = _logprob_entry(told.token, told.token_bytes, told.logprob)
+    entry["top_logprobs"] = [_logprob_entry(*other) for other in told.top]
+    return entry
 
 
 def _logprob_entry(token: str, token_bytes: bytes, logprob: float | None) -> dict[str, Any]:
@@ -256,7 +287,7 @@ def _text_answer(
         {
             "index": result.index,
             "text": result.text,
-            "logprobs": _text_logprobs(result.logprobs, 0),
+            "logprobs": _text_logprobs(result.logprobs),
             "finish_reason": result.finish_reason,
         }
         for result in results
@@ -273,13 +304,11 @@ async def _text_events(
     first = generations[0]
     head = _head(first.request_id, "text_completion", first.created_s, model)
     num_left = first.num_choices * len(generations)
-    offsets = [0] * num_left
     async with aclosing(_merged(generations)) as events:
         async for event in events:
             text = "".join(delta.text for delta in event.deltas)
             num_left -= event.finish_reason is not None
-            logprobs = _text_logprobs(event.logprobs, offsets[event.index])
-            offsets[event.index] += sum(len(told.token) for told in event.logprobs)
+            logprobs = _text_logprobs(event.logprobs)
             choice = {
                 "index": event.index,
                 "text": text,
@@ -287,21 +316,22 @@ async def _text_events(
                 "finish_reason": event.finish_reason,
             }
             yield _event(head, choice, None if num_left else _sum(generations), wants_usage)
+    if wants_usage:
+        yield _usage_event(head, _sum(generations))
     yield DONE
 
 
-def _text_logprobs(told: Sequence[TokenLogprob], offset: int) -> dict[str, Any] | None:
-    """Return the four lists of the older protocol, or None; `offset` is that of the first token."""
+def _text_logprobs(told: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+    """Return the four lists of the older protocol, or None."""
     if not told:
         return None
-    starts = itertools.accumulate((len(each.token) for each in told[:-1]), initial=offset)
     return {
         "tokens": [each.token for each in told],
         "token_logprobs": [_finite(each.logprob) for each in told],
         "top_logprobs": [
             {token: _finite(logprob) for token, _, logprob in each.top} for each in told
         ],
-        "text_offset": list(starts),
+        "text_offset": [each.offset for each in told],
     }
 
 
@@ -353,12 +383,17 @@ def _head(request_id: str, kind: str, created_s: int, model: str) -> dict[str, A
 def _event(
     head: dict[str, Any], choice: dict[str, Any], usage: Usage | None, wants_usage: bool
 ) -> bytes:
+    """Return a chunk of one choice; `usage` is told here unless it has a chunk of its own."""
     chunk = {**head, "choices": [choice]}
-    if usage is not None:
-        chunk["usage"] = usage_body(usage)
-    elif wants_usage:
+    if wants_usage:
         chunk["usage"] = None
+    elif usage is not None:
+        chunk["usage"] = usage_body(usage)
     return sse(chunk)
+
+
+def _usage_event(head: dict[str, Any], usage: Usage) -> bytes:
+    return sse({**head, "choices": [], "usage": usage_body(usage)})
 
 
 def _last_error(error: ServeError) -> bytes:

@@ -1,104 +1,31 @@
-"""From what a client asks to what an engine serves: ids, sampling options, a grammar, readers.
+"""From a plan to what an engine serves: sampling options, a grammar, readers of the answer.
 
-It owns the values that every protocol makes of its bodies (`ChatRequest`, `CompletionRequest`),
-the default of every field that a client left out, and the translation of each room's refusal to
-an `InvalidRequestError` with the field at fault. It starts nothing. A newcomer's mistake: taking
-`thinking` for "the answer begins with reasoning"; a prefix may have ended it, so the last tag of
-the prompt decides. Source: spec/multimodal-serving.md sections B.2 to B.7.
+A `Plan` (finwhale/serve/planning.py) holds plain values; this file adds the objects that cannot
+travel between processes. It starts nothing. A newcomer's mistake: taking `is_thinking` for "the
+answer begins with reasoning"; a prefix may have ended it, so the last tag of the prompt decides
+(`is_reasoning`). Source: spec/multimodal-serving.md sections B.2 to B.7.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from finwhale.config.server import ServerConfig
 from finwhale.engine.request import Constraint, RequestError, SamplingParams
-from finwhale.serve.errors import InvalidRequestError, ServeError
+from finwhale.serve.errors import InvalidRequestError
 from finwhale.serve.generation import ChatReader, ChoiceReader, TextReader
 from finwhale.serve.output_constraints import AfterReasoning, opens_call
-from finwhale.telemetry import get_logger
+from finwhale.serve.planning import ChatRequest, CompletionRequest, Plan, Planner, refusal
 from finwhale.text.grammar import (
     GrammarError,
     json_object_constraint,
     json_schema_constraint,
     regex_constraint,
 )
-from finwhale.text.output_parser import MAX_STOPS, OutputParser, OutputParserError
-from finwhale.text.prompt import PromptError, encode_prompt, thinking_and_effort
-from finwhale.text.special_tokens import END_THINK, THINK
-from finwhale.text.tokenizer import Tokenizer, TokenizerError
-
-logger = get_logger("serve")
-
-MAX_NEW_TOKENS = 393_216  # spec/multimodal-serving.md section B.7
-_TEXT_PARTS = ("text", "tool_result")
-_REFUSALS = (PromptError, RequestError, GrammarError, OutputParserError)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sampling:
-    """How tokens are chosen; None takes the server's default. The client's values are honoured.
-
-    max_tokens    None: the server's default, as far as the context has room
-    stop          at most 16 texts; matched in the answer alone and not part of it
-    n             choices
-    logprobs      whether tokens carry log-probabilities, `top_logprobs` alternatives beside each
-    logit_bias    added to the logit of an id
-    """
-
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int | None = None
-    n: int = 1
-    stop: tuple[str, ...] = ()
-    logprobs: bool = False
-    top_logprobs: int = 0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ChatRequest:
-    """A conversation to go on with.
-
-    messages         OpenAI style: role, content, reasoning_content, tool_calls, tool_call_id
-    tools            OpenAI style: {"type": "function", "function": {name, parameters, ...}}
-    tool_choice      "auto", "none", "required" or a named function
-    thinking         None: think unless the effort is "none"
-    effort           a name of finwhale.text.prompt.EFFORTS, "none" or 1 to 100
-    response_format  {"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema"}},
-                     {"type": "regex", "regex": ...}; enforced unless tools may be called
-    tenant           cached prefixes are shared within it alone
-    """
-
-    messages: Sequence[Mapping[str, Any]]
-    tools: Sequence[Mapping[str, Any]] | None = None
-    tool_choice: str | Mapping[str, Any] | None = None
-    thinking: bool | None = None
-    effort: str | int | None = None
-    response_format: Mapping[str, Any] | None = None
-    sampling: Sampling = Sampling()
-    tenant: str = ""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CompletionRequest:
-    """A raw prompt to go on with: text, in which no marker counts, or token ids.
-
-    A text gets the begin marker before it, ids are taken as they are. The answer's text is not
-    parsed: reasoning and calls are part of it.
-
-    echo  every choice repeats the prompt; with `sampling.logprobs` its tokens carry theirs
-    """
-
-    prompt: str | Sequence[int]
-    echo: bool = False
-    sampling: Sampling = Sampling()
-    tenant: str = ""
+from finwhale.text.output_parser import OutputParser
+from finwhale.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,12 +34,14 @@ class Prepared:
 
     readers  one for each choice
     echo     prompt ids that are repeated in the answer, without a begin marker that was added
+    notes    what is served otherwise than asked, in words for the client
     """
 
     prompt: list[int]
     params: SamplingParams
     readers: list[ChoiceReader]
     echo: list[int] | None = None
+    notes: tuple[str, ...] = ()
 
 
 class Preparer:
@@ -126,123 +55,87 @@ class Preparer:
         self, tokenizer: Tokenizer, config: ServerConfig, *, vocab_size: int, context_tokens: int
     ) -> None:
         """Keep what every request needs."""
-        self.tokenizer, self.config = tokenizer, config
-        self.vocab_size, self.context_tokens = vocab_size, context_tokens
+        self.tokenizer, self.vocab_size = tokenizer, vocab_size
+        self.planner = Planner(tokenizer, config, context_tokens=context_tokens)
+
+    @property
+    def context_tokens(self) -> int:
+        """Prompt and answer together, at most."""
+        return self.planner.context_tokens
 
     def chat(self, request: ChatRequest) -> Prepared:
         """Return a chat prepared; raise InvalidRequestError for what could not be served."""
-        return _with_refusals(self._chat, request)
+        return self.prepared(self.planner.chat(request))
 
     def text(self, request: CompletionRequest) -> Prepared:
         """Return a completion prepared; raise InvalidRequestError as `chat` does."""
-        return _with_refusals(self._text, request)
+        return self.prepared(self.planner.text(request))
 
-    def _chat(self, request: ChatRequest) -> Prepared:
-        _check_messages(request.messages)
-        thinking, effort = thinking_and_effort(request.thinking, request.effort)
-        tools = list(request.tools or ())
-        prompt = encode_prompt(
-            self.tokenizer,
-            request.messages,
-            tools=tools or None,
-            thinking=thinking,
-            effort=effort,
-            response_format=request.response_format,
-            tool_choice=request.tool_choice,
+    def prepared(self, plan: Plan) -> Prepared:
+        """Return what the engine is given for a plan; raise InvalidRequestError as `chat` does."""
+        try:
+            return self._prepared(plan)
+        except (RequestError, GrammarError) as error:
+            raise refusal(error) from None
+        except ModuleNotFoundError as error:
+            raise InvalidRequestError(str(error), code="not_installed") from None
+        except RecursionError:
+            raise InvalidRequestError("the body is nested too deeply; flatten it") from None
+
+    def _prepared(self, plan: Plan) -> Prepared:
+        constraint = self._constraint(plan)
+        params = self._params(plan, constraint)
+        readers = [self._reader(plan, constraint) for _ in range(params.n)]
+        prompt = plan.prompt.tolist()
+        echo = prompt[len(prompt) - plan.echo :] if plan.echo else None
+        return Prepared(prompt=prompt, params=params, readers=readers, echo=echo, notes=plan.notes)
+
+    def _constraint(self, plan: Plan) -> Constraint | None:
+        if plan.must_call:
+            return opens_call(self.tokenizer, plan.must_call, vocab_size=self.vocab_size)
+        if plan.may_call:
+            return None
+        constraint = self._format_constraint(plan.response_format)
+        if constraint is None or not plan.is_reasoning:
+            return constraint
+        return AfterReasoning(constraint, self.tokenizer, vocab_size=self.vocab_size)
+
+    def _reader(self, plan: Plan, constraint: Constraint | None) -> ChoiceReader:
+        stop = plan.sampling.stop
+        if not plan.reads_chat:
+            return TextReader(self.tokenizer, stop)
+        kind = (plan.response_format or {}).get("type")
+        parser = OutputParser(
+            thinking=plan.is_reasoning,
+            tools_declared=plan.may_call,
+            stop=stop,
+            # A grammar leaves no prose to blank out, and allows values other than { and [.
+            json_mode=kind in ("json_object", "json_schema") and constraint is None,
+            starts_in_calls=bool(plan.must_call),
+            max_calls=plan.max_calls,
         )
-        is_reasoning = _ends_in_reasoning(self.tokenizer, prompt)
-        may_call = bool(tools) and request.tool_choice != "none"
-        must_call = may_call and request.tool_choice not in (None, "auto")
-        constraint: Constraint | None = None
-        if must_call:
-            names = _callable_names(tools, request.tool_choice)
-            constraint = opens_call(self.tokenizer, names, vocab_size=self.vocab_size)
-        elif not may_call:
-            constraint = self._format_constraint(request.response_format)
-            if constraint is not None and is_reasoning:
-                constraint = AfterReasoning(constraint, self.tokenizer, vocab_size=self.vocab_size)
-        kind = (request.response_format or {}).get("type")
-        stop = request.sampling.stop
-        readers: list[ChoiceReader] = []
-        params = self._params(request.sampling, prompt, constraint, is_thinking=thinking)
-        for _ in range(params.n):
-            parser = OutputParser(
-                thinking=is_reasoning,
-                tools_declared=may_call,
-                stop=stop,
-                # A grammar leaves no prose to blank out, and allows values other than { and [.
-                json_mode=kind in ("json_object", "json_schema") and constraint is None,
-                starts_in_calls=must_call,
-            )
-            readers.append(ChatReader(self.tokenizer, parser, stop))
-        return Prepared(prompt=prompt, params=params, readers=readers)
+        return ChatReader(self.tokenizer, parser)
 
-    def _text(self, request: CompletionRequest) -> Prepared:
-        if isinstance(request.prompt, str):
-            ids = self.tokenizer.encode(request.prompt)
-            prompt = [self.tokenizer.bos_id, *ids]
-        else:
-            ids = prompt = list(request.prompt)
-        stop = request.sampling.stop
-        if len(stop) > MAX_STOPS or not all(stop):
-            want = f"at most {MAX_STOPS} texts, none empty"
-            raise InvalidRequestError(f"stop: got {list(stop)!r}, expected {want}", param="stop")
-        wants_told = request.echo and request.sampling.logprobs
-        params = self._params(
-            request.sampling,
-            prompt,
-            None,
-            is_thinking=False,
-            prompt_logprobs=request.sampling.top_logprobs if wants_told else None,
-        )
-        readers: list[ChoiceReader] = [TextReader(self.tokenizer, stop) for _ in range(params.n)]
-        echo = ids if request.echo else None
-        return Prepared(prompt=prompt, params=params, readers=readers, echo=echo)
-
-    def _params(
-        self,
-        sampling: Sampling,
-        prompt: Sequence[int],
-        constraint: Constraint | None,
-        *,
-        is_thinking: bool,
-        prompt_logprobs: int | None = None,
-    ) -> SamplingParams:
-        """Return the engine's options: the client's values, then defaults, then normalisation."""
-        config = self.config
-        if sampling.n > config.max_choices:
-            want = f"at most {config.max_choices}"
-            raise InvalidRequestError(f"n: got {sampling.n}, expected {want}", param="n")
-        temperature = config.temperature if sampling.temperature is None else sampling.temperature
-        top_p = config.top_p if sampling.top_p is None else sampling.top_p
-        if config.deepseek_normalise:
-            # spec/multimodal-serving.md section B.7
-            temperature = 1.0 if is_thinking else temperature
-            top_p = min(1.0, max(0.95, top_p)) if is_thinking else 1.0
-        room = self.context_tokens - len(prompt)
-        if room < 1 and sampling.max_tokens != 0:
-            raise InvalidRequestError(
-                f"messages: got {len(prompt)} tokens, expected fewer than the context of "
-                f"{self.context_tokens}; shorten the prompt",
-                param="messages",
-                code="context_length_exceeded",
-            )
-        max_tokens = sampling.max_tokens
-        if max_tokens is None:
-            max_tokens = min(config.default_max_tokens, room)
+    def _params(self, plan: Plan, constraint: Constraint | None) -> SamplingParams:
+        sampling = plan.sampling
+        if sampling.max_tokens is None or sampling.temperature is None or sampling.top_p is None:
+            raise ValueError("plan: max_tokens, temperature and top_p are settled by the planner")
+        wants_told = plan.echo and sampling.logprobs
         return SamplingParams(
-            max_new_tokens=max_tokens,
-            temperature=temperature,
-            top_p=top_p,
+            max_new_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
             top_k=sampling.top_k,
             min_p=sampling.min_p,
             seed=sampling.seed,
             stop_ids=(self.tokenizer.eos_id,),
             logprobs=sampling.logprobs,
             top_logprobs=sampling.top_logprobs,
-            prompt_logprobs=prompt_logprobs,
+            prompt_logprobs=sampling.top_logprobs if wants_told else None,
             n=sampling.n,
             logit_bias=sampling.logit_bias,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
             constraint=constraint,
         )
 
@@ -264,87 +157,3 @@ class Preparer:
         return regex_constraint(
             self.tokenizer, str(response_format.get("regex")), vocab_size=self.vocab_size
         )
-
-
-def _with_refusals(prepare: Callable[[Any], Prepared], request: Any) -> Prepared:
-    """Return prepare(request); what it refuses becomes an InvalidRequestError with its field."""
-    try:
-        return prepare(request)
-    except ServeError:
-        raise
-    except TokenizerError as error:
-        # The message names a file of this machine, which is nobody's business.
-        logger.warning("a prompt could not be encoded: %s", error)
-        raise InvalidRequestError(
-            "model: its tokenizer lacks a marker that the prompt needs; ask for a completion of "
-            "token ids instead",
-            param="model",
-            code="no_marker",
-        ) from None
-    except _REFUSALS as error:
-        field_name = str(error).partition(":")[0]
-        param = {
-            "conversation": "messages",
-            "schema": "response_format",
-            "pattern": "response_format",
-            "effort": "reasoning_effort",
-            "max_new_tokens": "max_tokens",
-        }.get(field_name, field_name if field_name.isidentifier() else None)
-        text = str(error).replace("max_new_tokens", "max_tokens")
-        raise InvalidRequestError(text, param=param, code="invalid_value") from None
-    except ModuleNotFoundError as error:
-        raise InvalidRequestError(str(error), code="not_installed") from None
-    except OverflowError as error:
-        # The prompt library's numbers are those of 64 bits.
-        raise InvalidRequestError(f"messages: {error}", param="messages") from None
-    except RecursionError:
-        raise InvalidRequestError("the body is nested too deeply; flatten it") from None
-    except BaseException as error:
-        # A panic of the prompt library's Rust code; nothing of the process is harmed by it.
-        if not type(error).__module__.startswith("pyo3_runtime"):
-            raise
-        logger.exception("a prompt could not be rendered")
-        raise InvalidRequestError(
-            "messages: this conversation cannot be rendered; simplify it", param="messages"
-        ) from None
-
-
-def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse what the prompt encoder does not look at: foreign shapes, and images."""
-    for number, message in enumerate(messages):
-        where = f"messages[{number}]"
-        calls = message.get("tool_calls")
-        if calls is not None and not (
-            isinstance(calls, list)
-            and all(isinstance(c, dict) and isinstance(c.get("function"), dict) for c in calls)
-        ):
-            want = "a list of objects with a function object"
-            raise InvalidRequestError(
-                f"{where}.tool_calls: got {str(calls)[:80]}, expected {want}", param="messages"
-            )
-        content = message.get("content")
-        for part in content if isinstance(content, list) else ():
-            kind = part.get("type") if isinstance(part, dict) else None
-            if kind not in _TEXT_PARTS:
-                want = "a part of type 'text', since this server reads no images"
-                raise InvalidRequestError(
-                    f"{where}.content: got {str(kind)[:80]!r}, expected {want}", param="messages"
-                )
-
-
-def _ends_in_reasoning(tokenizer: Tokenizer, prompt: Sequence[int]) -> bool:
-    """Return whether the last tag of the prompt opens a reasoning.
-
-    The header of the turn to generate ends with a tag, behind which only a prefix can stand.
-    """
-    opening, ending = tokenizer.marker_id(THINK), tokenizer.marker_id(END_THINK)
-    return next((i == opening for i in reversed(prompt) if i in (opening, ending)), False)
-
-
-def _callable_names(
-    tools: Sequence[Mapping[str, Any]], tool_choice: str | Mapping[str, Any] | None
-) -> list[str]:
-    """Return the names of the functions that a required or named choice may call."""
-    if isinstance(tool_choice, Mapping):
-        return [str((tool_choice.get("function") or {}).get("name"))]
-    return sorted({str((tool.get("function") or {}).get("name")) for tool in tools})

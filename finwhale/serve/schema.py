@@ -1,23 +1,37 @@
 """Bodies of the OpenAI protocol with DeepSeek's fields, decoded and checked.
 
 One struct for each endpoint; a null is a field left out, unknown fields are ignored, and a wrong
-type is refused with its path. It owns ranges that are the protocol's own; those of sampling are
-the engine's (finwhale/engine/request.py). A newcomer's mistake: `presence_penalty` and
-`frequency_penalty` are checked and then have no effect, as in the hosted service.
+type is refused with its path. It owns ranges that are the protocol's own (those of sampling are
+the engine's, finwhale/engine/request.py), and the forms of messages that agents send beside the
+ones the prompt encoder knows: the role `developer`, parts of other protocols, refusals. It refuses
+images and parts of unknown kinds by their name.
 Source: spec/multimodal-serving.md sections B.3 and D.2.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 import msgspec
 
 from finwhale.serve.errors import InvalidRequestError
-from finwhale.serve.preparation import MAX_NEW_TOKENS, ChatRequest, CompletionRequest, Sampling
+from finwhale.serve.notes import left_out
+from finwhale.serve.planning import (
+    MAX_NEW_TOKENS,
+    ChatRequest,
+    CompletionRequest,
+    Plan,
+    Planner,
+    Sampling,
+)
 
 MAX_USER_ID = 512
+# Limits of OpenAI's `metadata`.
+MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512
+_TEXT_PARTS = ("text", "input_text", "output_text")
+_ASSISTANT_PARTS = ("refusal", "thinking", "redacted_thinking")
 _PATH = re.compile(r" - at `\$\.?([A-Za-z_]+)?")
 
 Body = TypeVar("Body", bound=msgspec.Struct)
@@ -33,6 +47,17 @@ class StreamOptions(msgspec.Struct, frozen=True):
     """`stream_options`."""
 
     include_usage: bool | None = None
+
+
+class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What an answer needs of its body.
+
+    wants_usage  every chunk of a stream has the key `usage`
+    """
+
+    model: str | None
+    stream: bool = False
+    wants_usage: bool = False
 
 
 class _Sampled(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,10 +80,10 @@ class _Sampled(msgspec.Struct, frozen=True, kw_only=True):
     user: str | None = None
     user_id: str | None = None
 
-    @property
-    def wants_usage(self) -> bool:
-        """Whether every chunk of a stream has the key `usage`."""
-        return bool(self.stream_options is not None and self.stream_options.include_usage)
+    def options(self) -> AnswerOptions:
+        """Return what an answer needs of this body."""
+        usage = self.stream_options is not None and self.stream_options.include_usage
+        return AnswerOptions(model=self.model, stream=bool(self.stream), wants_usage=bool(usage))
 
 
 class ChatBody(_Sampled, frozen=True, kw_only=True):
@@ -73,17 +98,27 @@ class ChatBody(_Sampled, frozen=True, kw_only=True):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    parallel_tool_calls: bool | None = None
+    metadata: dict[str, str] | None = None
+
+    def plans(self, planner: Planner, tenant: str) -> list[Plan]:
+        """Return the one plan of this body; raise InvalidRequestError for a bad value."""
+        return [planner.chat(self.request(tenant))]
 
     def request(self, tenant: str) -> ChatRequest:
         """Return what the service is asked for; raise InvalidRequestError for a bad value."""
         newer = self.max_completion_tokens
+        check_metadata(self.metadata)
+        own_tools = [tool for tool in self.tools or () if tool.get("type") != "custom"]
+        foreign = [tool for tool in self.tools or () if tool.get("type") == "custom"]
         return ChatRequest(
-            messages=self.messages,
-            tools=self.tools,
+            messages=chat_messages(self.messages),
+            tools=own_tools or None,
             tool_choice=self.tool_choice,
             thinking=None if self.thinking is None else self.thinking.type == "enabled",
             effort=self.reasoning_effort,
             response_format=self.response_format,
+            parallel_tool_calls=self.parallel_tool_calls is not False,
             sampling=_sampling(
                 self,
                 max_tokens=_max_tokens(self.max_tokens if newer is None else newer, low=1),
@@ -91,6 +126,7 @@ class ChatBody(_Sampled, frozen=True, kw_only=True):
                 top_logprobs=self.top_logprobs or 0,
             ),
             tenant=tenant,
+            notes=left_out("tools", [_custom_name(tool) for tool in foreign]),
         )
 
 
@@ -102,6 +138,11 @@ class CompletionBody(_Sampled, frozen=True, kw_only=True):
     echo: bool | None = None
     logprobs: int | None = None
     best_of: int | None = None
+
+    def plans(self, planner: Planner, tenant: str) -> list[Plan]:
+        """Return the plan of each prompt; raise InvalidRequestError for a bad value."""
+        requests = self.requests(tenant, max_choices=planner.config.max_choices)
+        return [planner.text(request) for request in requests]
 
     def requests(self, tenant: str, *, max_choices: int) -> list[CompletionRequest]:
         """Return one request for each prompt; raise InvalidRequestError for a bad value."""
@@ -147,6 +188,85 @@ def decode(raw: bytes, kind: type[Body]) -> Body:
         raise InvalidRequestError("body: nested too deeply; flatten it") from None
 
 
+def chat_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages in the forms that the prompt encoder knows.
+
+    `developer` is a system message. Text parts of the Responses protocol are text; a refusal is
+    what the assistant said; `thinking` parts of an assistant are its reasoning, unless the message
+    has `reasoning_content`. Raise InvalidRequestError for a part of another kind.
+    """
+    return [_chat_message(dict(each), f"messages[{n}]") for n, each in enumerate(messages)]
+
+
+def _chat_message(message: dict[str, Any], where: str) -> dict[str, Any]:
+    if message.get("role") == "developer":
+        message["role"] = "system"
+    is_assistant = message.get("role") == "assistant"
+    content = message.get("content")
+    if isinstance(content, list):
+        parts: list[dict[str, Any]] = []
+        thoughts: list[str] = []
+        for number, part in enumerate(content):
+            _take_part(part, f"{where}.content[{number}]", is_assistant, parts, thoughts)
+        # A turn of reasoning alone has said nothing.
+        message["content"] = "" if content and not parts else parts
+        if thoughts and not message.get("reasoning_content"):
+            message["reasoning_content"] = "\n".join(thoughts)
+    if is_assistant and isinstance(message.get("reasoning"), str):
+        # The name that some servers and their clients have for it.
+        message.setdefault("reasoning_content", message["reasoning"])
+    refusal = message.pop("refusal", None)
+    if is_assistant and isinstance(refusal, str) and not message.get("content"):
+        message["content"] = refusal
+    return message
+
+
+def _take_part(
+    part: Any, where: str, is_assistant: bool, parts: list[dict[str, Any]], thoughts: list[str]
+) -> None:
+    """Add one part of a message's content to its text parts or its reasoning, or refuse it."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    name = {"refusal": "refusal", "thinking": "thinking"}.get(str(kind), "text")
+    known = (*_TEXT_PARTS, *_ASSISTANT_PARTS) if is_assistant else _TEXT_PARTS
+    if kind not in known:
+        want = f"a part of type {', '.join(known)}, since this server reads no images and no files"
+        raise InvalidRequestError(
+            f"{where}.type: got {str(kind)[:80]!r}, expected {want}", param="messages"
+        )
+    if kind == "redacted_thinking":
+        # Only its maker can read it.
+        return
+    text = part.get(name)
+    if not isinstance(text, str):
+        raise InvalidRequestError(f"{where}.{name}: expected a text", param="messages")
+    if kind == "thinking":
+        thoughts.append(text)
+    else:
+        parts.append({"type": "text", "text": text})
+
+
+def check_metadata(metadata: Mapping[str, str] | None) -> None:
+    """Raise InvalidRequestError for metadata over OpenAI's limits."""
+    pairs = metadata or {}
+    longest_key = max(map(len, pairs), default=0)
+    longest_value = max(map(len, pairs.values()), default=0)
+    for got, limit, what in (
+        (len(pairs), MAX_METADATA, "pairs"),
+        (longest_key, MAX_METADATA_KEY, "characters in a key"),
+        (longest_value, MAX_METADATA_VALUE, "characters in a value"),
+    ):
+        if got > limit:
+            raise InvalidRequestError(
+                f"metadata: got {got} {what}, expected at most {limit}", param="metadata"
+            )
+
+
+def _custom_name(tool: Mapping[str, Any]) -> str:
+    inner = tool.get("custom")
+    name = inner.get("name") if isinstance(inner, dict) else None
+    return f"custom {name}" if isinstance(name, str) else "custom"
+
+
 def _sampling(
     body: _Sampled, *, max_tokens: int | None, logprobs: bool, top_logprobs: int
 ) -> Sampling:
@@ -172,6 +292,8 @@ def _sampling(
         logprobs=logprobs,
         top_logprobs=top_logprobs,
         logit_bias=_logit_bias(body.logit_bias or {}),
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
     )
 
 

@@ -8,13 +8,14 @@
     generation.usage                           # complete now
     service.close()
 
-It owns the life of a request: prepared in another thread (finwhale/serve/preparation.py has
-`ChatRequest`, `CompletionRequest`, `Sampling`), queued, read through a `Generation`, counted and
-logged. It knows no HTTP and no body of any protocol; whether a client wants a stream is the
-protocol's business, since here everything is one. All refusals are `ServeError`s
-(finwhale/serve/errors.py), raised by `chat` and `complete` before the first event.
-A newcomer's mistake: calling the engine or the tokenizer from a handler; long prompts are encoded
-in another thread, so that streams of others go on. Source: spec/multimodal-serving.md B and D.
+It owns the life of a request: planned (finwhale/serve/planning.py has `ChatRequest`,
+`CompletionRequest`, `Sampling`) and prepared in another thread, queued, read through a
+`Generation`, counted and logged. It knows no HTTP and no body of any protocol; whether a client
+wants a stream is the protocol's business, since here everything is one. All refusals are
+`ServeError`s (finwhale/serve/errors.py), raised by `chat` and `complete` before the first event.
+A newcomer's mistake: calling the engine or the tokenizer from a handler; prompts are made in
+another thread, those of large bodies in another process (finwhale/serve/reading.py), so that
+streams of others go on. Source: spec/multimodal-serving.md B and D.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ import json
 import secrets
 import time
 from collections.abc import Callable
-from typing import Any
 
 from finwhale.config.server import ServerConfig
 from finwhale.engine.engine import Engine
-from finwhale.serve.bodies import BodyRoom
 from finwhale.serve.cache_figures import cache_figures
 from finwhale.serve.errors import ServeError
 from finwhale.serve.generation import Generation, Usage
 from finwhale.serve.metrics import Gauges, Metrics
-from finwhale.serve.preparation import ChatRequest, CompletionRequest, Prepared, Preparer
+from finwhale.serve.planning import ChatRequest, CompletionRequest, Plan
+from finwhale.serve.preparation import Preparer
+from finwhale.serve.reading import BodyReader
 from finwhale.serve.worker import Message, ServedEngine, Worker
 from finwhale.telemetry import get_logger
 from finwhale.text.tokenizer import Tokenizer
@@ -65,8 +66,12 @@ class Service:
         self.preparer = Preparer(
             tokenizer, self.config, vocab_size=vocab_size, context_tokens=context_tokens
         )
+        self.reader = BodyReader(
+            self.preparer.planner,
+            max_pending_bytes=self.config.max_pending_body_bytes,
+            timeout_s=self.config.body_timeout_s,
+        )
         self._engine_gauges = gauges
-        self.body_room = BodyRoom(self.config)
         self.metrics = Metrics(self._gauges)
         self.worker = Worker(
             engine,
@@ -113,33 +118,40 @@ class Service:
 
     def close(self, *, grace_s: float | None = None) -> None:
         """Refuse new requests, let running ones end within the grace time, and stop. Blocks."""
+        self.reader.close()
         self.worker.close(grace_s=self.config.shutdown_grace_s if grace_s is None else grace_s)
 
     async def chat(self, request: ChatRequest, *, request_id: str | None = None) -> Generation:
         """Queue a chat and return it once the engine has accepted it."""
-        return await self._begin(self.preparer.chat, request, request_id or new_id("chatcmpl-"))
+        started_s = time.perf_counter()
+        plan = await asyncio.to_thread(self.preparer.planner.chat, request)
+        return await self.begin(plan, request_id=request_id, started_s=started_s)
 
     async def complete(
         self, request: CompletionRequest, *, request_id: str | None = None
     ) -> Generation:
         """Queue a completion and return it once the engine has accepted it."""
-        return await self._begin(self.preparer.text, request, request_id or new_id("cmpl-"))
-
-    async def _begin(
-        self,
-        prepare: Callable[[Any], Prepared],
-        request: ChatRequest | CompletionRequest,
-        request_id: str,
-    ) -> Generation:
         started_s = time.perf_counter()
-        prepared = await asyncio.to_thread(prepare, request)
+        plan = await asyncio.to_thread(self.preparer.planner.text, request)
+        return await self.begin(plan, request_id=request_id, started_s=started_s)
+
+    async def begin(
+        self, plan: Plan, *, request_id: str | None = None, started_s: float | None = None
+    ) -> Generation:
+        """Queue what was planned and return it once the engine has accepted it.
+
+        started_s  when the request arrived, of time.perf_counter; None: just now
+        """
+        started_s = time.perf_counter() if started_s is None else started_s
+        request_id = request_id or new_id("chatcmpl-" if plan.reads_chat else "cmpl-")
+        prepared = await asyncio.to_thread(self.preparer.prepared, plan)
         loop = asyncio.get_running_loop()
         messages: asyncio.Queue[Message] = asyncio.Queue()
 
         def listener(message: Message) -> None:
             loop.call_soon_threadsafe(messages.put_nowait, message)
 
-        endpoint = "chat" if isinstance(request, ChatRequest) else "completion"
+        endpoint = "chat" if plan.reads_chat else "completion"
         generation = Generation(
             request_id=request_id,
             tokenizer=self.tokenizer,
@@ -151,12 +163,13 @@ class Service:
             started_s=started_s,
             echo=prepared.echo,
             on_end=lambda ended, outcome: self._note(ended, endpoint, outcome),
+            notes=prepared.notes,
         )
         self.worker.submit(
             prepared.prompt,
             prepared.params,
             request_id=request_id,
-            tenant=request.tenant,
+            tenant=plan.tenant,
             listener=listener,
         )
         try:

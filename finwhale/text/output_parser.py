@@ -1,39 +1,41 @@
 """Generated text to reasoning, content and tool calls, while it arrives.
 
-A walk through states; each state has a table of markers, and text is held back only where it may
-be the beginning of one of them. So the pieces may be cut anywhere and their sum is the same.
-It refuses nothing: what the model wrote wrong becomes content or is dropped, as in DeepSeek's own
-stream parser. A newcomer's mistake: feeding it EOS, which it takes for content; give ids to a
-`TokenOutputParser`. Source: spec/multimodal-serving.md section B.6.
+A walk through states; each state has its markers, and text is held back only where it may be the
+beginning of one of them, or belongs to a call that has not ended. So the pieces may be cut anywhere
+and their sum is the same. It refuses nothing that a model writes: what is no call becomes content
+with a reason in brackets. A newcomer's mistake: feeding it EOS, which it takes for content; give
+ids to a `TokenOutputParser`. Source: spec/multimodal-serving.md section B.6.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
-import functools
-import json
+import itertools
 import secrets
 import string
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from finwhale.text.special_tokens import DSML, END_THINK
+from finwhale.text.text_search import TextSearch
 from finwhale.text.tokenizer import Tokenizer
+from finwhale.text.tool_calls import NAMES, Call, CallsReader
 
 MAX_STOPS = 16
+MAX_STOP_CHARS = 4096
 _CALL_ID_LETTERS = string.ascii_letters + string.digits
 
-# The released spelling has a blank after the marker; that of V4 has none and says `tool_calls`.
-_BLOCK_NAMES = tuple(f"{blank}{name}" for blank in (" ", "") for name in ("calls", "tool_calls"))
-_OPENERS = tuple(f"<{DSML}{name}" for name in (*_BLOCK_NAMES, " invoke", "invoke"))
-_CLOSERS = tuple(f"</{DSML}{name}>" for name in _BLOCK_NAMES)
-_END = f"</{DSML}"
-_CALL_NAME = 'invoke name="'
-_PARAMETER_NAME = 'parameter name="'
-_STRING_FOLLOWS = '" string="true">'
-_JSON_FOLLOWS = '" string="false">'
-_UNTYPED_FOLLOWS = '">'
+# Pieces of this many characters are walked at a time: what follows a marker is read again.
+_WALK = 1024
+_OPENERS = tuple(f"<{DSML}{blank}{name}" for blank in (" ", "") for name in NAMES)
+# Closing tags, also with the slash behind the marker.
+_STRAYS = tuple(
+    tag
+    for name in NAMES
+    for tag in (f"</{DSML} {name}", f"</{DSML}{name}", f"<{DSML} /{name}", f"<{DSML}/{name}")
+)
+_BEGUN_TAGS = (f"<{DSML}", f"</{DSML}")
 _FENCES = ("```json\n", "```\n")
 _END_OF_FENCE = "\n```"
 _JSON_OPENERS = ("{", "[")
@@ -43,13 +45,28 @@ class OutputParserError(ValueError):
     """Settings with which no output can be parsed."""
 
 
+def check_stops(stop: Sequence[str], name: str = "stop") -> None:
+    """Raise OutputParserError, which begins with `name`, for stop texts that are not served."""
+    want = f"at most {MAX_STOPS} texts of 1 to {MAX_STOP_CHARS} characters"
+    if isinstance(stop, str):
+        got = "one text"
+    elif len(stop) > MAX_STOPS:
+        got = f"{len(stop)} texts"
+    else:
+        wrong = [text for text in stop if not 1 <= len(text) <= MAX_STOP_CHARS]
+        if not wrong:
+            return
+        got = f"a text of {len(wrong[0])} characters"
+    raise OutputParserError(f"{name}: got {got}, expected {want}")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Delta:
     """A piece of the answer; pieces of one kind and index join to the whole.
 
     reasoning, content  `text` goes on
-    tool_call           a call begins: `index` from 0, `call_id`, `name`; text is empty
-    arguments           `text` goes on with the JSON object of call `index`
+    tool_call           a call: `index` from 0, `call_id`, `name`; text is empty
+    arguments           `text` is the JSON object of call `index`, always behind its `tool_call`
     """
 
     kind: Literal["reasoning", "content", "tool_call", "arguments"]
@@ -65,22 +82,12 @@ class _State(enum.Enum):
     BEFORE_JSON = enum.auto()
     IN_JSON = enum.auto()
     AFTER_JSON = enum.auto()
-    BETWEEN_CALLS = enum.auto()
-    CALL_NAME = enum.auto()
-    IN_CALL = enum.auto()
-    PARAMETER_NAME = enum.auto()
-    STRING_VALUE = enum.auto()
-    JSON_VALUE = enum.auto()
-    AFTER_CALLS = enum.auto()
-    STOPPED = enum.auto()
+    IN_CALLS = enum.auto()
+    ENDED = enum.auto()
 
 
 # In JSON mode, text in these becomes blanks, one for one: prose around the value.
 _AROUND_JSON = frozenset({_State.BEFORE_JSON, _State.AFTER_JSON})
-_ANSWER = frozenset({_State.CONTENT, _State.IN_JSON}) | _AROUND_JSON
-_SPEECH = _ANSWER | {_State.REASONING}
-_NAMES = frozenset({_State.CALL_NAME, _State.PARAMETER_NAME})
-_SILENT = frozenset({_State.AFTER_CALLS, _State.STOPPED})
 
 
 class OutputParser:
@@ -91,9 +98,15 @@ class OutputParser:
     stop             at most 16 texts that end the answer; only answer text is searched
     json_mode        prose and fences around the JSON value become blanks
     starts_in_calls  the prompt opened the calls block (a required or named tool choice)
+    max_calls        None, or the number of calls with which the answer is complete
 
-    Follows deepseek-recipe 0.2. Deviates where that loses text or breaks JSON: a DSML marker that
-    opens no block stays content, names of parameters may hold blanks, a call after JSON is a
+    A call comes whole, when its invoke has ended: a `tool_call` and its `arguments` in one piece.
+    What `CallsReader` cannot read as a call, or a limit has cut off, is content: its text, and on
+    a line of its own the reason, `[unreadable tool call: the block has no invoke]`. Text behind a
+    block with calls is dropped; behind any other it is content.
+
+    Follows deepseek-recipe 0.2. Deviates in this, and where that loses text: a DSML marker that
+    begins no known tag stays content, names of parameters may hold blanks, a call after JSON is a
     call, and newlines before the first text of an answer match no stop text.
     """
 
@@ -105,117 +118,115 @@ class OutputParser:
         stop: Sequence[str] = (),
         json_mode: bool = False,
         starts_in_calls: bool = False,
+        max_calls: int | None = None,
     ) -> None:
-        """Raise OutputParserError for an empty stop text or more than 16 of them."""
-        if isinstance(stop, str) or len(stop) > MAX_STOPS or not all(stop):
-            want = f"a sequence of at most {MAX_STOPS} texts, none empty"
-            raise OutputParserError(f"stop: got {stop!r}, expected {want}")
+        """Raise OutputParserError for stop texts that `check_stops` refuses, or max_calls < 1."""
+        check_stops(stop)
+        if max_calls is not None and max_calls < 1:
+            raise OutputParserError(f"max_calls: got {max_calls}, expected None or at least 1")
         self._after_reasoning = _State.BEFORE_JSON if json_mode else _State.CONTENT
         self._state = _State.REASONING if thinking else self._after_reasoning
-        if starts_in_calls:
-            self._state = _State.BETWEEN_CALLS
-        self._tools_declared = tools_declared
-        self._markers = _marker_tables(tuple(stop), tools_declared)
+        self._tools_declared, self._max_calls = tools_declared, max_calls
+        self._searches = _searches(tuple(stop), tools_declared)
         self._stops = frozenset(stop)
         self._held = ""
         # Newlines that are part of the text only if more text follows them.
         self._newlines = 0
         self._is_at_start = True
-        self._name = ""
+        # Kinds of text that have been said.
+        self._said: set[str] = set()
+        self._block = CallsReader()
+        # Where text goes on behind a block without calls.
+        self._behind_block = self._after_reasoning
+        if starts_in_calls:
+            self._state = _State.IN_CALLS
+        self._reasons: set[str] = set()
+        # Text behind a reason begins a line.
+        self._owes_newline = False
         self._num_calls = 0
-        self._num_parameters = 0
         self._deltas: list[Delta] = []
         self.finish_reason: str | None = None
+        # The stop text that has ended the answer.
+        self.stop_text: str | None = None
 
     @property
     def in_reasoning(self) -> bool:
         """Whether the text so far ends inside the reasoning."""
-        return self._state is _State.REASONING
+        is_within = self._state is _State.IN_CALLS and self._block.is_stray
+        return (self._behind_block if is_within else self._state) is _State.REASONING
+
+    @property
+    def in_calls(self) -> bool:
+        """Whether the text so far ends inside or behind a calls block."""
+        return self._state is _State.IN_CALLS or (
+            self._state is _State.ENDED and not self.is_stopped
+        )
 
     @property
     def is_stopped(self) -> bool:
         """Whether a stop text has ended the answer; generation can end."""
-        return self._state is _State.STOPPED
+        return self.stop_text is not None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether a stop text or the last allowed call has ended the answer."""
+        return self.is_stopped or (
+            self._max_calls is not None and self._num_calls >= self._max_calls
+        )
 
     def feed(self, text: str) -> list[Delta]:
         """Return what `text` makes certain; the rest waits for the next piece."""
-        rest = self._held + text
-        self._held = ""
-        while rest and self._state not in _SILENT:
-            if self._is_at_start and self._state in _SPEECH:
-                rest = rest.lstrip("\n")
-            markers = self._markers[self._state]
-            found = _first_marker(rest, markers)
-            if found is None:
-                certain = len(rest) - _open_length(rest, markers)
-                self._take_text(rest[:certain])
-                self._held = rest[certain:]
-                break
-            begin, marker = found
-            self._take_text(rest[:begin])
-            rest = self._take_marker(marker) + rest[begin + len(marker) :]
+        for begin in range(0, len(text), _WALK):
+            self._walk(text[begin : begin + _WALK])
         return self._flush()
 
     def finish(self, reason: str = "stop") -> list[Delta]:
         """Return what was held back; `reason` is the engine's ("stop", "length", ...).
 
-        Sets `finish_reason`: "tool_calls" where a call began and the engine stopped by itself.
+        Sets `finish_reason`: "tool_calls" where a call was given out and the engine stopped by
+        itself.
         """
         held, self._held = self._held, ""
-        if self._state not in _SILENT | _NAMES:
-            self._take_text(held)
+        if held.startswith(_BEGUN_TAGS) and (reason != "stop" or held not in _BEGUN_TAGS):
+            self._block.read(self._enter_block(held))
+        if self._state is _State.IN_CALLS:
+            self._block.finish(is_cut=reason != "stop")
+            self._leave_block()
+        elif self._state is not _State.ENDED:
+            self._say(held)
             self._release_newlines()
         self.finish_reason = "tool_calls" if reason == "stop" and self._num_calls else reason
-        self._state = _State.AFTER_CALLS
+        self._state = _State.ENDED
         return self._flush()
 
-    def _take_text(self, text: str) -> None:
-        """Take text that is part of no marker."""
-        if not text:
-            return
-        if self._state in _NAMES:
-            self._name += text
-        elif self._state is _State.STRING_VALUE:
-            self._say_arguments(_escaped(text))
-        elif self._state is _State.JSON_VALUE:
-            self._say_arguments(text)
-        elif self._state in _SPEECH:
-            self._say(text)
+    def _walk(self, rest: str) -> None:
+        while rest and self._state is not _State.ENDED:
+            if self._state is _State.IN_CALLS:
+                rest = self._read_block(rest)
+                continue
+            if self._is_at_start and not self._held:
+                rest = rest.lstrip("\n")
+            search = self._searches[self._state]
+            found = search.feed(rest)
+            if found is None:
+                text = self._held + rest
+                certain = len(text) - search.num_open
+                self._held = text[certain:]
+                self._say(text[:certain])
+                return
+            end, marker = found
+            text, self._held = self._held + rest[:end], ""
+            self._say(text.removesuffix(marker))
+            rest = self._take_marker(marker) + rest[end:]
 
     def _take_marker(self, marker: str) -> str:
         """Move to the state after `marker`; return what of it is to be read again."""
-        state = self._state
-        if state in _ANSWER and marker in self._stops:
+        if not self.in_reasoning and marker in self._stops:
             self._release_newlines()
-            self._state = _State.STOPPED
-        elif marker in _OPENERS:
-            self._newlines = 0
-            self._state = _State.BETWEEN_CALLS
-            # A call without a block around it begins with the opener itself.
-            return "invoke" if marker.endswith("invoke") else ""
-        elif state in _SPEECH:
-            self._take_answer_marker(marker)
-        elif marker == _CALL_NAME:
-            self._name, self._state = "", _State.CALL_NAME
-        elif state is _State.CALL_NAME:
-            self._begin_call()
-        elif marker == _PARAMETER_NAME:
-            self._name, self._state = "", _State.PARAMETER_NAME
-        elif state is _State.PARAMETER_NAME:
-            self._begin_value(marker)
-        elif state in {_State.STRING_VALUE, _State.JSON_VALUE}:
-            self._say_arguments('"' if state is _State.STRING_VALUE else "")
-            self._state = _State.IN_CALL
-        elif state is _State.IN_CALL:
-            self._say_arguments("}" if self._num_parameters else "{}")
-            self._state = _State.BETWEEN_CALLS
-        else:
-            self._state = _State.AFTER_CALLS
-        return ""
-
-    def _take_answer_marker(self, marker: str) -> None:
-        """Take a marker of the answer itself that neither ends it nor opens calls."""
-        if self.in_reasoning:
+            self.stop_text, self._state = marker, _State.ENDED
+        elif DSML in marker:
+            return self._enter_block(marker)
+        elif self.in_reasoning:
             self._newlines = 0
             self._is_at_start = True
             self._state = self._after_reasoning
@@ -234,26 +245,63 @@ class OutputParser:
             # A surplus `</think>` leaves no trace, but what stood before it is certain.
             self._release_newlines()
             self._is_at_start = False
+        return ""
 
-    def _begin_call(self) -> None:
+    def _enter_block(self, marker: str) -> str:
+        opener, _, tag = marker.partition(DSML)
+        self._block = CallsReader(opener, is_stray=marker.startswith("</") or marker in _STRAYS)
+        self._newlines = 0
+        ends_reasoning = self._state is _State.REASONING and not self._block.is_stray
+        self._behind_block = self._after_reasoning if ends_reasoning else self._state
+        self._state = _State.IN_CALLS
+        return tag
+
+    def _read_block(self, text: str) -> str:
+        rest, call = self._block.read(text)
+        if call is not None:
+            self._deliver(call)
+        if self._block.is_ended or self.is_complete:
+            self._leave_block()
+        return rest
+
+    def _leave_block(self) -> None:
+        """Say what the block had beside calls, and go on behind it."""
+        self._state = self._behind_block
+        unread = self._block.unread()
+        if unread is not None:
+            self._say_unread(*unread)
+        if self._num_calls:
+            self._state = _State.ENDED
+
+    def _say_unread(self, text: str, reason: str) -> None:
+        """Say text that is no call, and why, each reason once in an answer."""
+        is_new = reason not in self._reasons
+        self._reasons.add(reason)
+        lines = [text] if text else []
+        lines += [f"[unreadable tool call: {reason}]"] if is_new else []
+        if lines:
+            begin = "\n" if self._kind in self._said else ""
+            self._append(begin + "\n".join(lines))
+        self._owes_newline = True
+        self._is_at_start = False
+
+    def _deliver(self, call: Call) -> None:
         letters = "".join(secrets.choice(_CALL_ID_LETTERS) for _ in range(24))
-        index, self._num_calls, self._num_parameters = self._num_calls, self._num_calls + 1, 0
+        index, self._num_calls = self._num_calls, self._num_calls + 1
         call_id = f"call_{index:02d}_{letters}"
-        self._deltas.append(Delta(kind="tool_call", index=index, call_id=call_id, name=self._name))
-        self._state = _State.IN_CALL
-
-    def _begin_value(self, marker: str) -> None:
-        """Say the name of a parameter, and the quote of a value that is raw text."""
-        is_json = marker == _JSON_FOLLOWS
-        opening = ", " if self._num_parameters else "{"
-        quote = "" if is_json else '"'
-        self._say_arguments(f'{opening}"{_escaped(self._name)}": {quote}')
-        self._num_parameters += 1
-        self._state = _State.JSON_VALUE if is_json else _State.STRING_VALUE
+        self._deltas += [
+            Delta(kind="tool_call", index=index, call_id=call_id, name=call.name),
+            Delta(kind="arguments", index=index, text=call.arguments),
+        ]
 
     def _say(self, text: str) -> None:
         """Pass on answer or reasoning, but hold newlines that a marker may take away."""
+        if not text:
+            return
         self._is_at_start = False
+        if self._owes_newline:
+            self._owes_newline = False
+            text = text if text.startswith("\n") else f"\n{text}"
         if not (self.in_reasoning or self._tools_declared):
             self._add(text)
             return
@@ -268,15 +316,16 @@ class OutputParser:
         self._newlines = 0
 
     def _add(self, text: str) -> None:
-        if self._state in _AROUND_JSON:
-            text = " " * len(text)
-        if text:
-            kind = "reasoning" if self.in_reasoning else "content"
-            self._deltas.append(Delta(kind=kind, text=text))
+        self._append(" " * len(text) if self._state in _AROUND_JSON else text)
 
-    def _say_arguments(self, text: str) -> None:
+    def _append(self, text: str) -> None:
         if text:
-            self._deltas.append(Delta(kind="arguments", text=text, index=self._num_calls - 1))
+            self._said.add(self._kind)
+            self._deltas.append(Delta(kind=self._kind, text=text))
+
+    @property
+    def _kind(self) -> Literal["reasoning", "content"]:
+        return "reasoning" if self.in_reasoning else "content"
 
     def _flush(self) -> list[Delta]:
         deltas, self._deltas = self._deltas, []
@@ -306,33 +355,29 @@ class TokenOutputParser:
         return join_deltas(deltas)
 
     def finish(self, reason: str = "stop") -> list[Delta]:
-        """Return what was held back, in the order in which it was written."""
-        return join_deltas([*self.parser.feed(self._decoder.finish()), *self.parser.finish(reason)])
+        """Return what was held back, in the order in which it was written.
+
+        A character that a limit has cut is left out: it is none that the model wrote.
+        """
+        rest = self._decoder.finish() if reason == "stop" else ""
+        return join_deltas([*self.parser.feed(rest), *self.parser.finish(reason)])
 
 
 def join_deltas(deltas: Iterable[Delta]) -> list[Delta]:
     """Return the same pieces with neighbours of one kind and index joined."""
-    joined: list[Delta] = []
-    for delta in deltas:
-        last = joined[-1] if joined else None
-        if (
-            last
-            and delta.kind != "tool_call"
-            and (last.kind, last.index)
-            == (
-                delta.kind,
-                delta.index,
-            )
-        ):
-            joined[-1] = dataclasses.replace(last, text=last.text + delta.text)
+    joined = []
+    for (kind, index), run in itertools.groupby(deltas, lambda each: (each.kind, each.index)):
+        pieces = list(run)
+        if kind == "tool_call" or len(pieces) == 1:
+            joined += pieces
         else:
-            joined.append(delta)
+            joined.append(Delta(kind=kind, index=index, text="".join(p.text for p in pieces)))
     return joined
 
 
 def message_of(deltas: Iterable[Delta]) -> dict:
     """Return the assistant message that all deltas of a turn make, in the form of a request."""
-    text = {"reasoning": "", "content": ""}
+    text: dict[str, list[str]] = {"reasoning": [], "content": []}
     calls: list[dict] = []
     for delta in deltas:
         if delta.kind == "tool_call":
@@ -341,63 +386,23 @@ def message_of(deltas: Iterable[Delta]) -> dict:
         elif delta.kind == "arguments":
             calls[-1]["function"]["arguments"] += delta.text
         else:
-            text[delta.kind] += delta.text
-    message: dict = {"role": "assistant", "content": text["content"]}
+            text[delta.kind].append(delta.text)
+    message: dict = {"role": "assistant", "content": "".join(text["content"])}
     if text["reasoning"]:
-        message["reasoning_content"] = text["reasoning"]
+        message["reasoning_content"] = "".join(text["reasoning"])
     if calls:
         message["tool_calls"] = calls
     return message
 
 
-def _marker_tables(stops: tuple[str, ...], tools_declared: bool) -> dict[_State, tuple[str, ...]]:
-    """Return the markers of each state; where two end together, the first listed counts."""
-    openers = _OPENERS if tools_declared else ()
-    return {
-        _State.REASONING: (END_THINK, *openers),
-        _State.CONTENT: (*stops, END_THINK, *openers),
-        _State.BEFORE_JSON: (END_THINK, *_FENCES, *_JSON_OPENERS, *openers),
-        _State.IN_JSON: (*stops, _END_OF_FENCE, *openers),
-        _State.AFTER_JSON: openers,
-        _State.BETWEEN_CALLS: (_CALL_NAME, *_CLOSERS),
-        _State.CALL_NAME: ('"',),
-        _State.IN_CALL: (_PARAMETER_NAME, _END),
-        _State.PARAMETER_NAME: (_STRING_FOLLOWS, _JSON_FOLLOWS, _UNTYPED_FOLLOWS),
-        _State.STRING_VALUE: (_END,),
-        _State.JSON_VALUE: (_END,),
+def _searches(stops: tuple[str, ...], tools_declared: bool) -> dict[_State, TextSearch]:
+    """Return the search of each state; where two markers end together, the first listed counts."""
+    tags = (*_OPENERS, *_STRAYS) if tools_declared else ()
+    markers = {
+        _State.REASONING: (END_THINK, *tags),
+        _State.CONTENT: (*stops, END_THINK, *tags),
+        _State.BEFORE_JSON: (END_THINK, *_FENCES, *_JSON_OPENERS, *tags),
+        _State.IN_JSON: (*stops, _END_OF_FENCE, *tags),
+        _State.AFTER_JSON: tags,
     }
-
-
-def _first_marker(text: str, markers: tuple[str, ...]) -> tuple[int, str] | None:
-    """Return where the marker begins that is complete first, and the marker.
-
-    The earliest end, not the earliest begin: a longer marker may never be completed, and waiting
-    for it would make the answer depend on what follows.
-    """
-    best: tuple[int, str] | None = None
-    for marker in markers:
-        begin = text.find(marker)
-        if begin >= 0 and (best is None or begin + len(marker) < best[0] + len(best[1])):
-            best = begin, marker
-    return best
-
-
-def _open_length(text: str, markers: tuple[str, ...]) -> int:
-    """Return the length of the longest end of `text` that a marker may begin with."""
-    beginnings = _beginnings(markers)
-    longest = min(len(text), max(map(len, markers), default=1) - 1)
-    for length in range(longest, 0, -1):
-        if text[len(text) - length :] in beginnings:
-            return length
-    return 0
-
-
-@functools.lru_cache(maxsize=256)
-def _beginnings(markers: tuple[str, ...]) -> frozenset[str]:
-    """Return every text that a marker begins with, short of the marker itself."""
-    return frozenset(marker[:end] for marker in markers for end in range(1, len(marker)))
-
-
-def _escaped(text: str) -> str:
-    """Return raw text as the inside of a JSON string."""
-    return json.dumps(text, ensure_ascii=False)[1:-1]
+    return {state: TextSearch(wanted) for state, wanted in markers.items()}

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
+import re
 from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -34,6 +36,8 @@ _MODEL = "DeepSeek-V4.1-Flash"
 # The line that the library writes at its default effort; ours differs in the number alone.
 _EFFORT_LINE = "Reasoning Effort: {} (range 1-100"
 _END_OF_ARGUMENT = f"</{DSML}"
+# `namespace::tool`, as the library names a tool in a namespace and refuses it in a chat.
+_NAMESPACED = re.compile(r"[A-Za-z0-9_-]+::[A-Za-z0-9_-]+")
 
 
 class PromptError(ValueError):
@@ -106,7 +110,7 @@ def render_prompt(
         "thinking": {"type": "enabled" if thinking else "disabled"},
         **{name: value for name, value in optional.items() if value is not None},
     }
-    segments = _render(body)
+    segments = _render(*_without_namespaces(body))
     if thinking:
         # Markers 0 and 1 are begin-of-sentence and system; the effort line opens the next segment.
         written, wanted = _EFFORT_LINE.format(DEFAULT_EFFORT), _EFFORT_LINE.format(number)
@@ -134,7 +138,8 @@ def render_reply(message: Mapping[str, Any], *, thinking: bool = True) -> list[S
     results = [{"role": "tool", "tool_call_id": call["id"], "content": ""} for call in calls]
     messages = [{"role": "user", "content": ""}, turn_alone, *results]
     # Without thinking the turn begins after the header's own `</think>`, the first in the text.
-    turn = _render({"model": _MODEL, "messages": messages, "thinking": {"type": "disabled"}})
+    body = {"model": _MODEL, "messages": messages, "thinking": {"type": "disabled"}}
+    turn = _render(*_without_namespaces(body))
     begin = turn.index(Segment(END_THINK, True)) + 1
     reply = turn[begin : turn.index(Segment(EOS, True)) + 1]
     if not thinking:
@@ -238,24 +243,111 @@ def _refuse_arguments_that_end_their_markup(message: Mapping[str, Any]) -> None:
                 )
 
 
-def _render(body: dict[str, Any]) -> list[Segment]:
-    """Return the library's rendering of a chat request, cut at the markers it wrote."""
+def _render(body: dict[str, Any], names: Mapping[str, str]) -> list[Segment]:
+    """Return the library's rendering of a chat request, cut at the markers it wrote.
+
+    names  {stand-in: name} of `_without_namespaces`
+    """
     recipe = _recipe()
     markers = recipe.SpecialTokens(image=IMAGE)
     try:
         request = recipe.ChatCompletionRequest(body)
         options = recipe.ConversionOptions().with_special_tokens(markers)
         conversation = request.convert(options).conversation
+        if names:
+            conversation = _with_names(conversation, names)
         encoding = recipe.DeepseekV41Encoding().with_special_tokens(markers)
         rendered = encoding.render_conversation(conversation)
     except (ValueError, TypeError, recipe.ConversionError) as error:
-        raise PromptError(f"conversation: {error}") from None
+        told = str(error)
+        for stand_in, name in names.items():
+            told = told.replace(stand_in, name)
+        raise PromptError(f"conversation: {told}") from None
     prompt, at = rendered.prompt, 0
     segments = []
     for begin, end in [*rendered.special_ranges, (len(prompt), len(prompt))]:
         segments += [Segment(prompt[at:begin], False), Segment(prompt[begin:end], True)]
         at = end
     return [segment for segment in segments if segment.text]
+
+
+def _without_namespaces(body: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the body with a stand-in for each name `namespace::tool`, and {stand-in: name}.
+
+    Tools, calls of the history and a named choice have names.
+    """
+    functions = [
+        function
+        for holder in (
+            *(body.get("tools") or ()),
+            *(call for m in body["messages"] for call in m.get("tool_calls") or ()),
+            body.get("tool_choice"),
+        )
+        if isinstance(holder, Mapping) and isinstance(function := holder.get("function"), dict)
+    ]
+    given = {str(function.get("name")) for function in functions}
+    spaced = sorted(name for name in given if _NAMESPACED.fullmatch(name))
+    if not spaced:
+        return body, {}
+    free = (name for i in itertools.count() if (name := f"namespaced-{i:06}") not in given)
+    stand_ins = dict(zip(spaced, free, strict=False))
+
+    def renamed(holder: Any) -> Any:
+        function: Any = holder.get("function") if isinstance(holder, Mapping) else None
+        if not isinstance(function, dict) or str(function.get("name")) not in stand_ins:
+            return holder
+        return {**holder, "function": {**function, "name": stand_ins[str(function["name"])]}}
+
+    messages = [
+        {**m, "tool_calls": [renamed(call) for call in m["tool_calls"]]}
+        if m.get("tool_calls")
+        else m
+        for m in body["messages"]
+    ]
+    changed = {**body, "messages": messages}
+    if body.get("tools"):
+        changed["tools"] = [renamed(tool) for tool in body["tools"]]
+    if body.get("tool_choice"):
+        changed["tool_choice"] = renamed(body["tool_choice"])
+    return changed, {stand_in: name for name, stand_in in stand_ins.items()}
+
+
+def _with_names(conversation: Any, names: Mapping[str, str]) -> Any:
+    """Return the library's conversation with the names that stand-ins stood for."""
+    recipe = _recipe()
+
+    def named(message: Any) -> Any:
+        if message.role != "assistant" or not message.tool_calls:
+            return message
+        calls = [
+            recipe.ToolCall(call.id, names.get(call.name, call.name), call.arguments)
+            for call in message.tool_calls
+        ]
+        return recipe.AssistantMessage(
+            message.content, message.reasoning_content, calls, message.prefix
+        )
+
+    tools = [
+        recipe.ToolDefinition(
+            names.get(tool.name, tool.name),
+            tool.description,
+            tool.parameters,
+            tool.strict,
+            tool.defer_loading,
+        )
+        for tool in conversation.tools
+    ]
+    form = conversation.response_format
+    return recipe.Conversation(
+        [named(message) for message in conversation.messages],
+        thinking_mode=conversation.thinking_mode,
+        tools=tools,
+        tool_choice=conversation.tool_choice,
+        reasoning_effort=conversation.reasoning_effort,
+        response_format=form if form == "json_object" else "text",
+        response_schema=conversation.response_schema,
+        response_regex=conversation.response_regex,
+    )
 
 
 @functools.cache

@@ -14,6 +14,7 @@ import functools
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 from tokenizers.pre_tokenizers import ByteLevel
@@ -58,6 +59,10 @@ class Tokenizer:
         self.markers: dict[str, int] = {added[i].content: i for i in sorted(added)}
         self.hidden_ids = frozenset(i for i, token in added.items() if token.special)
         self._byte_of = _byte_of_character()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Travel between processes as the file's text."""
+        return Tokenizer, (self._source, self.where)
 
     @classmethod
     def from_file(cls, path: str | Path) -> Tokenizer:

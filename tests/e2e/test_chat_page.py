@@ -32,7 +32,8 @@ from finwhale.model import Backbone, Numerics
 from finwhale.ops import FAST, REFERENCE
 from finwhale.serve.errors import InvalidRequestError, OverloadedError
 from finwhale.serve.exchange import ApiKeys
-from finwhale.serve.preparation import ChatRequest, Preparer
+from finwhale.serve.planning import ChatRequest
+from finwhale.serve.preparation import Preparer
 from finwhale.text.prompt import encode_conversation, encode_prompt
 from tests.models import unit_model
 from tests.scripted_engine import (

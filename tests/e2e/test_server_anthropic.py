@@ -141,7 +141,7 @@ def test_a_tool_loop_goes_on_from_the_very_tokens_of_its_first_turn(world, token
     (before, _, _), (after, _, _) = world.engine.added
     said = answer_ids(tokenizer, "why", END_THINK, "text", *CALL)
     assert after[: len(before) + len(said)] == before + said
-    assert "<tool_result>rain</tool_result>" in tokenizer.decode(after)
+    assert "<tool_result>Error: rain</tool_result>" in tokenizer.decode(after)
 
 
 def test_any_tool_starts_inside_the_block_and_wants_an_answer_without_thinking(world):

@@ -91,11 +91,14 @@ def test_a_stream_joins_to_the_whole_answer_and_ends_with_its_usage(world):
             stream_options={"include_usage": True},
         )
     )
-    deltas = [chunk.choices[0].delta for chunk in chunks]
+    # OpenAI's form: a chunk of its own without choices, and the usage nowhere else.
+    assert chunks[-1].choices == []
+    deltas = [chunk.choices[0].delta for chunk in chunks[:-1]]
     assert deltas[0].role == "assistant"
     assert "".join(d.reasoning_content or "" for d in deltas) == "why"
     assert "".join(d.content or "" for d in deltas) == "Zürich"
-    assert [c.choices[0].finish_reason for c in chunks] == [None] * (len(chunks) - 1) + ["stop"]
+    reasons = [chunk.choices[0].finish_reason for chunk in chunks[:-1]]
+    assert reasons == [None] * (len(reasons) - 1) + ["stop"]
     assert all(chunk.usage is None for chunk in chunks[:-1])
     assert chunks[-1].usage.completion_tokens == 12
     assert chunks[-1].usage.prompt_cache_hit_tokens + chunks[-1].usage.prompt_cache_miss_tokens == (

@@ -158,9 +158,12 @@ def test_instructions_and_effort_reach_the_prompt(world, tokenizer):
 
 def test_the_server_says_that_it_keeps_no_answers(world):
     first = create(world, "a", store=True)
-    second = create(world, "b", previous_response_id=first.id)
-    assert (second.store, second.previous_response_id) == (False, None)
-    assert world.engine.added[0][0] == world.engine.added[1][0]
+    assert (first.store, first.previous_response_id) == (False, None)
+    for name in (first.id, "resp_never"):
+        with pytest.raises(openai.BadRequestError, match="whole history") as caught:
+            create(world, "b", previous_response_id=name)
+        assert caught.value.param == "previous_response_id"
+    assert len(world.engine.added) == 1
 
 
 @pytest.mark.parametrize(
@@ -169,10 +172,14 @@ def test_the_server_says_that_it_keeps_no_answers(world):
         ({"input": []}, "input"),
         ({"model": "other"}, "model"),
         ({"background": True}, "background"),
-        ({"reasoning": {"effort": "huge"}}, "reasoning_effort"),
+        ({"reasoning": {"effort": "huge"}}, "reasoning.effort"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"top_p": 0}, "top_p"),
-        ({"tools": [{"type": "code_interpreter"}]}, "tools"),
+        ({"tools": [{"type": "functoin"}]}, "tools"),
+        ({"input": "x" * 5000}, "input"),
+        ({"max_output_tokens": 5000}, "max_output_tokens"),
+        ({"text": {"format": {"type": "json_object"}}}, "input"),
+        ({"input": [{"type": "function_call_output", "call_id": "1", "output": "r"}]}, "input"),
         ({"input": [{"type": "item_reference", "id": "rs_1"}]}, "input"),
         ({"input": 7}, "input"),
     ],

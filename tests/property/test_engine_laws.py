@@ -74,10 +74,19 @@ class EngineMachine(RuleBasedStateMachine):
         new=st.integers(1, 4),
         seed=st.integers(0, 1),
         n=st.sampled_from((1, 1, 2)),
+        penalty=st.sampled_from((0.0, 2.0)),
     )
-    def add(self, stream, length, tail, new, seed, n):
+    def add(self, stream, length, tail, new, seed, n, penalty):
         prompt = STREAMS[stream][:length] + [7] * tail
-        params = SamplingParams(max_new_tokens=new, temperature=0.8, seed=seed, logprobs=True, n=n)
+        params = SamplingParams(
+            max_new_tokens=new,
+            temperature=0.8,
+            seed=seed,
+            logprobs=True,
+            n=n,
+            presence_penalty=penalty,
+            frequency_penalty=penalty,
+        )
         name = self.engine.add(prompt, params)
         for index in range(n):
             own = choice_seed(seed, index)

@@ -33,9 +33,13 @@ def _u_ref(seed: int, index: int) -> float:
     return float(Fraction(int(bits[:53], 2), 2**53))
 
 
-def _kept_ref(x: list[float], params: SamplingParams, mask=None) -> dict[int, float]:
+def _kept_ref(x: list[float], params: SamplingParams, mask=None, drawn=()) -> dict[int, float]:
     """Weight of each id that may be drawn, by the definition, one number at a time."""
     x = list(x)
+    for token in range(len(x)):
+        count = sum(token == other for other in drawn)
+        # As the OpenAI reference has it: mu - c * alpha_frequency - (c > 0) * alpha_presence.
+        x[token] -= params.presence_penalty * (count > 0) + params.frequency_penalty * count
     for token, added in params.bias:
         x[token] += added
     allowed = [i for i in range(len(x)) if (mask is None or mask[i]) and x[i] > -math.inf]
@@ -57,9 +61,9 @@ def _kept_ref(x: list[float], params: SamplingParams, mask=None) -> dict[int, fl
     return {i: weight[i] for i in sorted(ranked) if weight[i] >= params.min_p * weight[ranked[0]]}
 
 
-def _draw_ref(x, params, u, mask=None) -> tuple[int, float]:
+def _draw_ref(x, params, u, mask=None, drawn=()) -> tuple[int, float]:
     """The id, and how far u is from the nearest edge between two ids."""
-    kept = _kept_ref(x, params, mask)
+    kept = _kept_ref(x, params, mask, drawn)
     total, mass, edges, answer = sum(kept.values()), 0.0, [], None
     for i, weight in kept.items():
         mass += weight
@@ -95,8 +99,11 @@ def _cases(draw_from):
         top_p=draw_from(st.sampled_from([1.0, 0.9137, 0.61803, 0.1234])),
         min_p=draw_from(st.sampled_from([0.0, 0.0511, 0.7071, 1.0])),
         logit_bias=bias,
+        presence_penalty=draw_from(st.sampled_from([0.0, 0.0, -2.0, 0.5, 2.0])),
+        frequency_penalty=draw_from(st.sampled_from([0.0, 0.0, -1.0, 0.25, 2.0])),
     )
-    return x, params, mask
+    drawn = draw_from(st.lists(st.integers(0, len(x) - 1), max_size=6))
+    return x, params, mask, drawn
 
 
 def _is_empty(x, params, mask) -> bool:
@@ -106,16 +113,16 @@ def _is_empty(x, params, mask) -> bool:
 
 @settings(max_examples=120)
 @given(case=_cases(), seed=st.integers(-(2**63), 2**64 - 1), index=st.integers(0, 10**6))
-@example(case=([0.0], SamplingParams(), None), seed=0, index=0)
+@example(case=([0.0], SamplingParams(), None, []), seed=0, index=0)
 def test_draw_equals_the_definition(case, seed, index):
-    x, params, mask = case
+    x, params, mask, drawn = case
     tensor = None if mask is None else torch.tensor(mask)
     if _is_empty(x, params, mask):
         with pytest.raises(RequestError, match="no id left"):
-            draw(_row(*x), params, seed=seed, index=index, mask=tensor)
+            draw(_row(*x), params, seed=seed, index=index, mask=tensor, drawn=drawn)
         return
-    want, margin = _draw_ref(x, params, _u_ref(seed, index), mask)
-    got = draw(_row(*x), params, seed=seed, index=index, mask=tensor)
+    want, margin = _draw_ref(x, params, _u_ref(seed, index), mask, drawn)
+    got = draw(_row(*x), params, seed=seed, index=index, mask=tensor, drawn=drawn)
     # Two exponentials may differ in the last bit; only a u that close to an edge may tell.
     assert got == want or margin < 1e-12
 
@@ -213,6 +220,37 @@ def test_greedy_ties_go_to_the_lowest_id(params):
     assert draw(_row(1, 3, 2, 3), params, seed=0, index=0, mask=mask) == 3
 
 
+def test_penalties_by_hand():
+    """Logits 3, 2.5, 0 with 0 drawn twice and 1 once; sums by hand."""
+    x, drawn = _row(3.0, 2.5, 0.0), [0, 1, 0]
+
+    def best(**penalties):
+        params = SamplingParams(temperature=0, **penalties)
+        return draw(x, params, seed=0, index=3, drawn=drawn)
+
+    assert best() == 0
+    # 3 - 2 = 1, 2.5 - 2 = 0.5: presence moves both alike.
+    assert best(presence_penalty=2) == 0
+    # 3 - 2 * 0.5 = 2, 2.5 - 0.5 = 2: the tie goes to the lowest id; a little more changes it.
+    assert best(frequency_penalty=0.5) == 0
+    assert best(frequency_penalty=0.6) == 1
+    # 3 - 2 - 2 * 2 = -3, 2.5 - 2 - 2 = -1.5, 0 stays.
+    assert best(presence_penalty=2, frequency_penalty=2) == 2
+    # A negative penalty invites repetition: 2.5 + 2 against 3 with nothing drawn but 1.
+    invited = SamplingParams(temperature=0, presence_penalty=-2)
+    assert draw(x, invited, seed=0, index=1, drawn=[1]) == 1
+    assert draw(x, invited, seed=0, index=1, drawn=[]) == 0
+
+
+def test_penalty_leaves_logprobs_of_the_model_alone():
+    x = torch.randn(1, 50)
+    one = SamplingParams(temperature=0, logprobs=True, top_logprobs=2, presence_penalty=2)
+    (plain,) = sample_batch(x, [one], seeds=[0], indexes=[0])
+    (other,) = sample_batch(x, [one], seeds=[0], indexes=[1], drawn=[[plain.token]])
+    assert other.top == plain.top
+    assert [other] == token_logprobs(x, [other.token], 2)
+
+
 def test_mask_and_bias_add_up():
     mask = torch.tensor([True, True, False, False])
     params = SamplingParams(logit_bias={0: -math.inf, 3: 100.0})
@@ -246,24 +284,34 @@ def _mixed_batch(B: int, V: int):
         SamplingParams(temperature=0, logit_bias={1: 9.0}, logprobs=True),
         SamplingParams(temperature=0.7, top_p=0.9),
         SamplingParams(top_k=5, min_p=0.01),
+        SamplingParams(temperature=0, presence_penalty=2.0, frequency_penalty=-1.0),
     ]
-    params = [kinds[row % 5] for row in range(B)]
+    params = [kinds[row % 6] for row in range(B)]
     masks = [torch.rand(V) < 0.5 if row % 3 == 0 else None for row in range(B)]
     seeds = [row // 2 for row in range(B)]
-    return torch.randn(B, V), params, seeds, [row % 4 for row in range(B)], masks
+    drawn = [torch.randint(V, (row % 7,)).tolist() for row in range(B)]
+    return torch.randn(B, V), params, seeds, [row % 4 for row in range(B)], masks, drawn
 
 
 def test_batch_equals_each_row_alone():
-    logits, params, seeds, indexes, masks = _mixed_batch(37, 311)
-    together = sample_batch(logits, params, seeds=seeds, indexes=indexes, masks=masks)
+    logits, params, seeds, indexes, masks, drawn = _mixed_batch(37, 311)
+    others = {"seeds": seeds, "indexes": indexes, "masks": masks, "drawn": drawn}
+    together = sample_batch(logits, params, **others)
     # A row of a larger tensor with another stride, too.
     spread = torch.stack((logits, logits + 1), dim=-1)[..., 0]
     assert not spread.is_contiguous()
-    assert sample_batch(spread, params, seeds=seeds, indexes=indexes, masks=masks) == together
+    assert sample_batch(spread, params, **others) == together
     for row in range(37):
-        one = {"seeds": [seeds[row]], "indexes": [indexes[row]], "masks": [masks[row]]}
+        one = {name: [values[row]] for name, values in others.items()}
         assert sample_batch(logits[row : row + 1], [params[row]], **one) == [together[row]]
-        token = draw(logits[row], params[row], seed=seeds[row], index=indexes[row], mask=masks[row])
+        token = draw(
+            logits[row],
+            params[row],
+            seed=seeds[row],
+            index=indexes[row],
+            mask=masks[row],
+            drawn=drawn[row],
+        )
         assert token == together[row].token
         if params[row].logprobs:
             top = params[row].top_logprobs

@@ -139,13 +139,11 @@ def test_every_cut_gives_the_same_answer(case, fields, reason):
 
 
 def test_a_parser_that_holds_nothing_back_would_fail_the_cut(monkeypatch):
-    monkeypatch.setattr("finwhale.text.output_parser._open_length", lambda text, markers: 0)
+    monkeypatch.setattr("finwhale.text.text_search.TextSearch.num_open", 0)
     text = f"r{END_THINK}a{ONE_CALL}"
     assert parsed(text, thinking=True) != parsed([text], thinking=True)
 
 
-# For the oracle any DSML marker opens a block; here only one of calls or of a call does.
-_OPENS_NOTHING = re.compile(f"<{DSML}(?! calls>| invoke)")
 # The oracle forgets that newlines after a begun marker may be the end of the reasoning.
 _NEWLINE_AFTER_BEGUN_MARKER = re.compile("(<|</|thi|DS)\n")
 
@@ -163,12 +161,15 @@ _NEWLINE_AFTER_BEGUN_MARKER = re.compile("(<|</|thi|DS)\n")
     },
 )
 def test_answers_equal_the_oracles(parts, fields):
+    # What is no call is content here, and dropped or half a call there.
+    if fields["tools_declared"]:
+        parts = [ONE_CALL if DSML in part else part for part in parts]
+    if fields["starts_in_calls"]:
+        parts = [ONE_CALL.removeprefix(OPEN), *parts]
     text = "".join(parts)
     assume(not _NEWLINE_AFTER_BEGUN_MARKER.search(text))
-    if fields["tools_declared"]:
-        # And inside JSON it takes calls for JSON.
-        assume(not _OPENS_NOTHING.search(text))
-        assume(not (fields["json_mode"] and DSML in text))
+    # Inside JSON the oracle takes calls for JSON.
+    assume(not (fields["tools_declared"] and fields["json_mode"] and DSML in text))
     assert parsed(text, **fields) == oracle(text, **fields)
 
 
@@ -272,34 +273,60 @@ def test_a_call_after_json_is_a_call():
 
 
 @pytest.mark.parametrize(
-    ("text", "arguments"),
+    ("text", "said", "name"),
     [
-        (f"{OPEN}{INVOKE}", ""),
-        (f"{OPEN}{INVOKE}<{DSML} parameter name=", ""),
-        (f"{OPEN}{INVOKE}{TEXT_P}", '{"p": "'),
-        (f"{OPEN}{INVOKE}{TEXT_P}Paris</{DSML[:4]}", '{"p": "Paris</' + DSML[:4]),
-        (f"{OPEN}{INVOKE}{TEXT_P}Paris</{DSML} parame", '{"p": "Paris"'),
-        (f"{OPEN}{INVOKE}{JSON_Q}[1, 2", '{"q": [1, 2'),
-        (f"{OPEN}{INVOKE}{JSON_Q}1{END_PARAMETER}</{DSML}", '{"q": 1}'),
+        (f"<{DSML} cal", "", None),
+        (OPEN, "", None),
+        (f'{OPEN}<{DSML} invoke name="f', "", None),
+        (f"{OPEN}{INVOKE}", "", "f"),
+        (f"{OPEN}{INVOKE}<{DSML} parameter name=", "", "f"),
+        (f"{OPEN}{INVOKE}{TEXT_P}Paris</{DSML[:4]}", "Paris\n", "f"),
+        (f"{OPEN}{INVOKE}{TEXT_P}Paris</{DSML} parame", "Paris\n", "f"),
+        (f"{OPEN}{INVOKE}{JSON_Q}[1, 2", "[1, 2\n", "f"),
+        (f"{OPEN}{INVOKE}{JSON_Q}1{END_PARAMETER}</{DSML}", "1\n", "f"),
     ],
 )
-def test_a_call_cut_off_keeps_what_was_written(text, arguments):
-    for reason, finish in (("length", "length"), ("stop", "tool_calls")):
-        answer, found = parsed(text, reason=reason)
-        assert found == finish
-        assert answer[0] == ("tool_call", 0, "f")
-        assert "".join(piece[2] for piece in answer[1:]) == arguments
-    # A call whose name never ended is none.
-    assert parsed(f'{OPEN}<{DSML} invoke name="f', reason="length") == ([], "length")
+@pytest.mark.parametrize("reason", ["length", "cancelled"])
+def test_a_call_cut_off_is_no_call_and_says_so(text, said, name, reason):
+    what = "a call" if name is None else f'the call of "{name}"'
+    line = f"[unreadable tool call: {what} was cut off]"
+    assert parsed(f"c\n\n{text}", reason=reason) == (
+        [("content", None, f"c\n{said}{line}")],
+        reason,
+    )
+    # A call before it stays one; the reason is still the limit's.
+    second = ONE_CALL.removesuffix(CLOSE) + text
+    answer, finish = parsed(second, reason=reason)
+    assert (answer[:2], finish) == (CALL, reason)
+    # An opener once more, in a block that has a call, begins no other.
+    assert answer[2:] == ([] if text == OPEN else [("content", None, f"{said}{line}")])
 
 
-def test_arguments_stream_as_they_arrive():
+def test_a_call_comes_when_its_invoke_has_ended_and_not_before():
     parser = OutputParser(thinking=False, tools_declared=True)
-    parser.feed(f"{OPEN}{INVOKE}{TEXT_P}")
-    assert [delta.text for delta in parser.feed("Par")] == ["Par"]
-    assert parser.feed("</") == []
-    assert [delta.text for delta in parser.feed("b")] == ["</b"]
-    assert [delta.text for delta in parser.feed(f"</{DSML} parameter>")] == ['"']
+    text = ONE_CALL.partition(f"</{DSML} invoke")[0] + f"</{DSML} invoke"
+    assert [delta for letter in text for delta in parser.feed(letter)] == []
+    call, arguments = parser.feed(">")
+    assert (call.kind, call.name, call.text) == ("tool_call", "f", "")
+    assert (arguments.kind, json.loads(arguments.text)) == ("arguments", {"p": "v\n"})
+
+
+def test_the_last_allowed_call_completes_the_answer():
+    invoke = ONE_CALL.removeprefix(OPEN).removesuffix(CLOSE)
+    text = f"c{OPEN}{invoke}{invoke}{CLOSE}tail"
+    for pieces in ([text], text):
+        assert parsed(pieces, max_calls=1) == ([("content", None, "c"), *CALL], "tool_calls")
+        both = [*CALL, *((kind, 1, what) for kind, _, what in CALL)]
+        assert parsed(pieces)[0][1:] == both
+        assert parsed(pieces, max_calls=2)[0][1:] == both
+    parser = OutputParser(thinking=False, tools_declared=True, max_calls=1)
+    parser.feed(text.partition(f"</{DSML} invoke")[0])
+    assert not parser.is_complete
+    parser.feed(f"</{DSML} invoke>")
+    assert parser.is_complete
+    assert not parser.is_stopped
+    with pytest.raises(OutputParserError, match="max_calls: got 0"):
+        OutputParser(thinking=False, tools_declared=True, max_calls=0)
 
 
 @pytest.mark.parametrize(
@@ -318,7 +345,7 @@ def test_arguments_stream_as_they_arrive():
 def test_a_stop_text_ends_the_answer(text, stop, content, is_stopped):
     parser = OutputParser(thinking=False, tools_declared=True, stop=stop)
     deltas = [delta for letter in text for delta in parser.feed(letter)]
-    assert parser.is_stopped == is_stopped
+    assert parser.is_stopped == is_stopped == parser.is_complete
     deltas += parser.feed("") + parser.finish()
     assert message_of(deltas)["content"] == content
     assert parser.finish_reason == "stop"
@@ -331,11 +358,24 @@ def test_a_stop_text_matches_neither_reasoning_nor_calls():
     assert reason == "tool_calls"
 
 
-@pytest.mark.parametrize("stop", ["STOP", ("",), ("a", ""), tuple("abcdefghijklmnopq")])
-def test_wrong_stop_texts_are_refused(stop):
-    with pytest.raises(OutputParserError, match=r"stop: got .*at most 16"):
+@pytest.mark.parametrize(
+    ("stop", "got"),
+    [
+        ("STOP", "one text"),
+        (("",), "a text of 0 characters"),
+        (("a", ""), "a text of 0 characters"),
+        (tuple("abcdefghijklmnopq"), "17 texts"),
+        (("a", "b" * 4097), "a text of 4097 characters"),
+        (("b" * 10**7,), "a text of 10000000 characters"),
+    ],
+)
+def test_wrong_stop_texts_are_refused_in_a_few_words(stop, got):
+    want = f"stop: got {got}, expected at most 16 texts of 1 to 4096 characters"
+    with pytest.raises(OutputParserError) as caught:
         OutputParser(thinking=False, tools_declared=False, stop=stop)
+    assert str(caught.value) == want
     OutputParser(thinking=False, tools_declared=False, stop=tuple("abcdefghijklmnop"))
+    OutputParser(thinking=False, tools_declared=False, stop=("b" * 4096,))
 
 
 @pytest.mark.parametrize(
@@ -396,12 +436,14 @@ def test_markers_typed_in_plain_tokens_are_read_as_the_markers(small):
     assert (message["reasoning_content"], message["content"]) == ("r", "a")
 
 
-def test_a_character_cut_by_the_end_keeps_its_place(small):
+@pytest.mark.parametrize(("reason", "end"), [("length", ""), ("stop", "\ufffd")])
+def test_a_character_that_a_limit_cuts_is_left_out(small, reason, end):
     whale = small.encode("a<\U0001f40b")
     parser = TokenOutputParser(small, OutputParser(thinking=False, tools_declared=True))
-    deltas = [*parser.feed(whale[:-1]), *parser.finish("length")]
-    assert message_of(deltas)["content"] == "a<\ufffd"
-    assert parser.parser.finish_reason == "length"
+    deltas = [*parser.feed(whale[:-1]), *parser.finish(reason)]
+    # Bytes that the model itself ended are no character, as they are none inside a text.
+    assert message_of(deltas)["content"] == f"a<{end}"
+    assert parser.parser.finish_reason == reason
 
 
 def test_typed_end_of_sentence_is_text_and_its_id_is_not(small):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import deepseek_recipe
 import pytest
 
 from finwhale.config.server import ServerConfig
-from finwhale.serve.anthropic_api import AnswerBlocks, MessagesBody, anthropic_body, claude_model
+from finwhale.serve.anthropic_api import AnswerBlocks, anthropic_body, claude_model
 from finwhale.serve.errors import (
     EngineFailedError,
     InvalidRequestError,
@@ -16,9 +17,10 @@ from finwhale.serve.errors import (
     ServeError,
     TooLargeError,
 )
+from finwhale.serve.messages_body import ERROR_MARK, CountTokensBody, MessagesBody
 from finwhale.serve.preparation import Preparer
 from finwhale.serve.schema import decode
-from finwhale.text.output_parser import Delta, OutputParser
+from finwhale.text.output_parser import OutputParser
 from finwhale.text.prompt import render_prompt, thinking_and_effort
 from finwhale.text.special_tokens import DSML, IMAGE
 from tests.scripted_engine import VOCAB_SIZE, byte_tokenizer
@@ -66,16 +68,19 @@ LOOP = [
         "role": "user",
         "content": [
             result("2", [text("p"), text("q")]),
-            result("1", "r", is_error=True),
+            result("1", "r", is_error=False),
             text("after"),
         ],
     },
 ]
 
 
+def decode_body(**fields):
+    return decode(json.dumps({"max_tokens": 9, **fields}).encode(), MessagesBody)
+
+
 def request_of(**fields):
-    body = {"max_tokens": 9, **fields}
-    return decode(json.dumps(body).encode(), MessagesBody).request("")
+    return decode_body(**fields).request("")
 
 
 def prompt_of(request):
@@ -128,7 +133,7 @@ def test_a_prompt_is_the_one_that_deepseeks_converter_writes(fields):
     assert prompt_of(request_of(**fields)) == want
 
 
-def test_a_lost_system_text_or_error_flag_would_be_seen_by_the_comparison():
+def test_a_lost_system_text_would_be_seen_by_the_comparison():
     plain = prompt_of(request_of(messages=[USER]))
     assert plain != prompt_of(request_of(messages=[USER], system="s"))
     assert plain != prompt_of(request_of(messages=[USER], **OFF))
@@ -148,6 +153,66 @@ def test_any_tool_is_required_and_text_documents_and_redacted_blocks_are_read():
     assert "D\n\ne<" in prompt
     assert "</think>y" in prompt
     assert "?" not in prompt
+
+
+def result_text(content, **fields):
+    """What the model reads as the result of a call."""
+    calls = {"role": "assistant", "content": [use("1")]}
+    turns = [USER, calls, {"role": "user", "content": [result("1", content, **fields)]}]
+    prompt = prompt_of(request_of(messages=turns))
+    return prompt.partition("<tool_result>")[2].partition("</tool_result>")[0]
+
+
+def test_text_of_every_kind_is_read_inside_a_tools_result():
+    plain = {"type": "text", "media_type": "text/plain", "data": "D"}
+    found = {"type": "search_result", "source": "S", "title": "T", "content": [text("x")]}
+    assert result_text([{"type": "document", "source": plain}]) == "D"
+    blocks = {"type": "content", "content": [text("b"), text("c")]}
+    assert result_text([{"type": "document", "source": blocks}]) == "b\n\nc"
+    assert result_text([found]) == "T\nS\n\nx"
+    assert result_text([text("one"), {"type": "tool_reference", "tool_name": "f"}]) == "one\n\nf"
+    for content in ([IMAGE_BLOCK], [PDF_BLOCK], [{"type": "browser_state"}]):
+        with pytest.raises(InvalidRequestError, match=r"images|browser_state"):
+            result_text(content)
+
+
+def test_a_failed_tool_says_so_before_its_text_and_once():
+    assert result_text("r") == "r"
+    assert ERROR_MARK == "Error: "
+    for content in ("r", [text("r")], "Error: r"):
+        assert result_text(content, is_error=True) == "Error: r"
+    for nothing in ("", [], None):
+        assert result_text(nothing, is_error=True) == "Error: "
+    assert result_text([text("r"), text("s")], is_error=True) == "Error: r\n\ns"
+
+
+def test_tools_of_anthropics_servers_are_left_out_by_name():
+    foreign = [
+        {"type": "web_search_20250305", "name": "web_search", "max_uses": 3},
+        {"type": "bash_20250124", "name": "bash"},
+    ]
+    body = decode_body(messages=[USER], tools=[foreign[0], TOOL, foreign[1]])
+    want = request_of(messages=[USER], tools=[TOOL])
+    assert replace(body.request(""), notes=()) == want
+    assert body.request("").notes == ("tools left out: web_search_20250305, bash_20250124",)
+    assert decode_body(messages=[USER], tools=[TOOL]).request("").notes == ()
+    assert decode_body(messages=[USER], tools=foreign).request("").tools is None
+
+
+@pytest.mark.parametrize("kind", ["auto", "any", "tool"])
+def test_one_call_at_a_time_is_passed_on(kind):
+    choice = {"type": kind, "name": "f"}
+    asked = {"messages": [USER], "tools": [TOOL]}
+    assert request_of(**asked, tool_choice=choice).parallel_tool_calls
+    single = {**choice, "disable_parallel_tool_use": True}
+    assert not request_of(**asked, tool_choice=single).parallel_tool_calls
+
+
+def test_a_count_is_asked_for_with_the_same_conversation_and_no_limit():
+    fields = {"messages": LOOP, "tools": [TOOL], "system": "s", **OFF}
+    counted = decode(json.dumps({**fields, "max_tokens": 5}).encode(), CountTokensBody).request("")
+    assert prompt_of(counted) == prompt_of(request_of(**fields))
+    assert decode(json.dumps(fields).encode(), CountTokensBody).request("") == counted
 
 
 def test_sampling_limits_and_a_schema_are_passed_on():
@@ -174,7 +239,14 @@ def test_sampling_limits_and_a_schema_are_passed_on():
         ({"temperature": 2.5}, "temperature"),
         ({"stop_sequences": ["x"] * 17}, "stop_sequences"),
         ({"stop_sequences": [""]}, "stop_sequences"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools"),
+        ({"tools": [{"input_schema": {}}]}, "tools"),
+        (
+            {
+                "tools": [TOOL, {"type": "web_search_20250305", "name": "web_search"}],
+                "tool_choice": {"type": "tool", "name": "web_search"},
+            },
+            "tool_choice",
+        ),
         ({"tool_choice": {"type": "tool"}}, "tool_choice"),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config"),
         ({"metadata": {"user_id": "u" * 513}}, "metadata"),
@@ -297,9 +369,8 @@ def joined(events):
         (["why</think>te", "xt", CALL], False),
         (["why", CALL], False),
         (["why</think>", f"{ONE_CALL}{CALL.partition('calls>')[2]}"], False),
-        (["why</think>x", CALL.partition("</")[0]], True),
     ],
-    ids=["text", "cut", "call", "call-in-reasoning", "two-calls", "cut-call"],
+    ids=["text", "cut", "call", "call-in-reasoning", "two-calls"],
 )
 def test_the_events_of_a_stream_are_those_of_deepseeks_writer(parts, is_cut):
     reason = deepseek_recipe.InferenceFinishReason
@@ -323,17 +394,6 @@ def test_whole_blocks_hold_what_the_events_added():
     assert blocks[1] == {"type": "text", "text": "text"}
     assert json.loads(bytes(blocks[2]["input"])) == {"x": "v"}
     assert blocks[2]["name"] == "f"
-
-
-@pytest.mark.parametrize("arguments", ["", '{"x": "v', "[1]", '{"x": NaN}'])
-def test_arguments_that_are_no_object_stay_readable(arguments):
-    blocks = AnswerBlocks("ID")
-    deltas = [
-        Delta(kind="tool_call", index=0, call_id="c", name="f"),
-        Delta(kind="arguments", index=0, text=arguments),
-    ]
-    list(blocks.take(deltas))
-    assert blocks.content()[0]["input"] == {"arguments": arguments}
 
 
 def test_nothing_said_makes_no_block():

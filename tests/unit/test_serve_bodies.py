@@ -14,9 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.requests import ClientDisconnect, Request
 
-from finwhale.config import ConfigError
 from finwhale.config.server import ServerConfig
-from finwhale.serve.bodies import BodyRoom, read_body
+from finwhale.serve.bodies import read_body
 from finwhale.serve.errors import (
     InvalidRequestError,
     MediaTypeError,
@@ -65,12 +64,11 @@ def read(parts, coding="", config=CONFIG, **headers):
         told["content-encoding"] = coding
     pairs = [(name.replace("_", "-").encode(), value.encode()) for name, value in told.items()]
     request = Request({"type": "http", "headers": pairs}, receive)
-    room = BodyRoom(config)
-    try:
-        return asyncio.run(read_body(request, config, room))
-    finally:
-        # However it ended.
-        assert room.num_bytes == 0
+    taken = []
+    body = asyncio.run(read_body(request, config, taken.append))
+    # What is kept is counted, piece by piece.
+    assert sum(taken) == len(body)
+    return body
 
 
 @pytest.mark.parametrize("coding", CODINGS)
@@ -150,50 +148,18 @@ def test_a_body_that_stops_coming_is_408_and_a_client_that_leaves_is_no_answer()
         read([b"{", None])
 
 
-def test_bodies_that_arrive_together_share_their_room():
-    config = ServerConfig(max_body_bytes=100, max_bodies_bytes=250, body_timeout_s=5)
+def test_a_piece_that_finds_no_room_is_not_kept():
+    taken = []
 
-    async def main():
-        room = BodyRoom(config)
-        coming = [asyncio.Queue() for _ in range(4)]
+    def take(num_bytes):
+        if sum(taken) + num_bytes > 250_000:
+            raise OverloadedError("no room", code="overloaded", retry_after_s=1)
+        taken.append(num_bytes)
 
-        def reading(queue):
-            headers = [(b"content-type", b"application/json")]
-            return asyncio.ensure_future(
-                read_body(Request({"type": "http", "headers": headers}, queue.get), config, room)
-            )
+    async def receive():
+        return {"type": "http.request", "body": gzip.compress(bytes(1 << 20)), "more_body": False}
 
-        async def send(queue, length, *, more=True):
-            await queue.put({"type": "http.request", "body": b"x" * length, "more_body": more})
-            for _ in range(5):
-                await asyncio.sleep(0)
-
-        tasks = [reading(queue) for queue in coming]
-        for queue in coming[:3]:
-            await send(queue, 80)
-        assert room.num_bytes == 240
-        await send(coming[3], 20)
-        with pytest.raises(OverloadedError) as refused:
-            await tasks[3]
-        assert (refused.value.status, refused.value.headers) == (503, {"retry-after": "1"})
-        # What is there goes on, and what ends gives its room back.
-        await send(coming[0], 10, more=False)
-        assert await tasks[0] == b"x" * 90
-        assert room.num_bytes == 160
-        coming[1].put_nowait({"type": "http.disconnect"})
-        with pytest.raises(ClientDisconnect):
-            await tasks[1]
-        assert room.num_bytes == 80
-        tasks[3] = reading(coming[3])
-        await send(coming[3], 100, more=False)
-        assert len(await tasks[3]) == 100
-        tasks[2].cancel()
-        await asyncio.wait({tasks[2]})
-        return room.num_bytes
-
-    assert asyncio.run(main()) == 0
-
-
-def test_the_room_of_all_bodies_is_never_less_than_that_of_one():
-    with pytest.raises(ConfigError, match=r"server.max_bodies_bytes: got 99"):
-        ServerConfig(max_body_bytes=100, max_bodies_bytes=99)
+    pairs = [(b"content-type", b"application/json"), (b"content-encoding", b"gzip")]
+    request = Request({"type": "http", "headers": pairs}, receive)
+    with pytest.raises(OverloadedError, match="no room"):
+        asyncio.run(read_body(request, CONFIG, take))

@@ -17,7 +17,7 @@ from finwhale.serve.exchange import (
     Exchange,
     cancel_generations,
 )
-from finwhale.serve.preparation import CompletionRequest, Sampling
+from finwhale.serve.planning import CompletionRequest, Sampling
 from tests.scripted_engine import ScriptedEngine, byte_tokenizer, scripted_service
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from finwhale.engine.request import RequestOutput, TokenResult
 from finwhale.serve.errors import EngineFailedError, TimeLimitError
 from finwhale.serve.generation import ChatReader, Generation, TextReader, Usage, told
-from finwhale.text.output_parser import OutputParser
+from finwhale.text.output_parser import OutputParser, OutputParserError
 from finwhale.text.special_tokens import DSML, END_THINK
 from finwhale.text.tokenizer import Tokenizer
 from finwhale.text.train_tokenizer import MIN_VOCAB_SIZE, train_tokenizer
@@ -36,7 +36,7 @@ def read(reader, ids, reason="stop"):
         deltas, logprobs = reader.feed(TokenResult(token=token, logprob=-float(number)))
         text += "".join(d.text for d in deltas if d.kind == "content")
         tokens += logprobs
-        if reader.stop_text is not None:
+        if reader.is_complete:
             reason = "stop"
             break
     deltas, logprobs, finish = reader.finish(reason)
@@ -44,9 +44,9 @@ def read(reader, ids, reason="stop"):
     return text, [*tokens, *logprobs], finish
 
 
-def chat_reader(tokenizer, *, thinking=False, tools=False, stop=()):
-    parser = OutputParser(thinking=thinking, tools_declared=tools, stop=stop)
-    return ChatReader(tokenizer, parser, stop)
+def chat_reader(tokenizer, *, thinking=False, tools=False, stop=(), max_calls=None):
+    parser = OutputParser(thinking=thinking, tools_declared=tools, stop=stop, max_calls=max_calls)
+    return ChatReader(tokenizer, parser)
 
 
 @given(
@@ -56,19 +56,19 @@ def chat_reader(tokenizer, *, thinking=False, tools=False, stop=()):
 def test_a_completion_is_the_text_before_the_stop_text_that_is_complete_first(
     tokenizer, text, stops
 ):
-    ends = sorted({text.find(s) + len(s) for s in stops if s in text})
-    want = text
-    if ends:
-        whole = text[: ends[0]]
-        want = min((whole[: whole.find(s)] for s in stops if whole.endswith(s)), key=len)
-    got, _, _ = read(TextReader(tokenizer, stops), answer_ids(tokenizer, text))
-    first_ends = {s for s in stops if ends and text.find(s) + len(s) == ends[0]}
-    if len(first_ends) < 2:
-        assert got == want
-    else:
-        # Two stop texts end together: either is right, and nothing of the later text is told.
-        assert text.startswith(got)
-        assert len(got) < ends[0]
+    # Ends are tried one by one; of stop texts that end together, the first listed counts.
+    ends = range(1, len(text) + 1)
+    found = next(((end, s) for end in ends for s in stops if text[:end].endswith(s)), None)
+    want = text if found is None else text[: found[0] - len(found[1])]
+    reader = TextReader(tokenizer, stops)
+    got, tokens, _ = read(reader, answer_ids(tokenizer, text))
+    assert (got, reader.stop_text) == (want, found and found[1])
+    assert all(t.offset <= len(got) for t in tokens)
+    # A chat chooses alike, but for newlines before the first text, which match nothing.
+    if not text.startswith("\n"):
+        chat = chat_reader(tokenizer, stop=stops)
+        assert read(chat, answer_ids(tokenizer, text))[0] == want
+        assert chat.stop_text == reader.stop_text
 
 
 @given(text=st.text(alphabet="abü ", max_size=12))
@@ -80,11 +80,63 @@ def test_told_tokens_of_a_completion_are_all_tokens_and_their_bytes_the_text(tok
     assert [t.logprob for t in tokens] == [-float(n) for n in range(len(ids) - 1)]
 
 
-def test_a_character_that_never_completes_is_told_as_replaced(tokenizer):
+@pytest.mark.parametrize(("reason", "want"), [("length", ""), ("stop", "\ufffd")])
+def test_a_character_that_a_limit_cuts_is_no_text_and_its_bytes_are_told(tokenizer, reason, want):
     ids = answer_ids(tokenizer, "ü", end=False)[:1]
-    text, tokens, finish = read(TextReader(tokenizer, ()), ids, "length")
-    assert (text, finish) == ("\ufffd", "length")
-    assert tokens[0].token == "\\xc3"
+    for reader in (TextReader(tokenizer, ()), chat_reader(tokenizer)):
+        text, tokens, finish = read(reader, ids, reason)
+        assert (text, finish) == (want, reason)
+        if isinstance(reader, TextReader):
+            assert [(t.token, t.token_bytes, t.offset) for t in tokens] == [("\\xc3", b"\xc3", 0)]
+
+
+def test_a_stop_text_beyond_the_limits_is_refused_by_its_name(tokenizer):
+    for stop in (("x" * 4097,), ("",), ("a",) * 17):
+        with pytest.raises(OutputParserError, match=r"^stop: got .{1,40}, expected at most 16"):
+            TextReader(tokenizer, stop)
+
+
+# Of a byte-level tokenizer, with the characters that are whole before each byte, counted by hand.
+BYTES = [
+    *((b"a", 0), (b"\xc3", 1), (b"\xa9", 1)),
+    *((b"\xf0", 2), (b"\x9f", 2), (b"\x98", 2), (b"\x80", 2)),
+    *((b"\xe6", 3), (b"\x97", 3), (b"\xa5", 3), (b"b", 4), (b" ", 5), (b"x", 6)),
+]
+
+
+def test_an_offset_is_the_number_of_whole_characters_before_the_token(tokenizer):
+    prompt = answer_ids(tokenizer, "aé😀日b x", end=False)
+    assert [tokenizer.token_bytes(i) for i in prompt] == [each for each, _ in BYTES]
+    _, tokens, _ = read(TextReader(tokenizer, ()), [*prompt, tokenizer.eos_id])
+    assert [(t.token_bytes, t.offset) for t in tokens] == BYTES
+    # Echoed, and gone on with.
+    scores = tuple(TokenResult(token=i, logprob=-0.5) for i in (0, *prompt))
+    more = tuple(TokenResult(token=i, logprob=-1.0) for i in answer_ids(tokenizer, "üz", end=False))
+
+    async def main():
+        messages = [
+            RequestOutput(request_id="r", prompt_logprobs=scores),
+            RequestOutput(request_id="r", index=0, new=more, finish_reason="length"),
+        ]
+        made, _ = generation(tokenizer, messages, echo=prompt)
+        return (await made.collect())[0]
+
+    result = asyncio.run(main())
+    assert result.text == "aé😀日b xüz"
+    answer = [(b"\xc3", 7), (b"\xbc", 7), (b"z", 8)]
+    assert [(t.token_bytes, t.offset) for t in result.logprobs] == [*BYTES, *answer]
+    assert all(t.offset <= len(result.text) for t in result.logprobs)
+
+
+def test_an_empty_prompt_is_repeated_as_nothing(tokenizer):
+    async def main():
+        begun = RequestOutput(request_id="r", prompt_logprobs=(TokenResult(token=0),))
+        messages = [begun, output(tokenizer, "y", 0, finish_reason="stop")]
+        made, _ = generation(tokenizer, messages, echo=[])
+        return (await made.collect())[0]
+
+    result = asyncio.run(main())
+    assert (result.text, result.logprobs) == ("y", [])
 
 
 def test_a_chat_names_the_stop_text_that_ended_it(tokenizer):
@@ -98,11 +150,46 @@ def test_a_chat_names_the_stop_text_that_ended_it(tokenizer):
     assert early.stop_text == "q"
 
 
+INVOKE = ("<", DSML, ' invoke name="f">\n</', DSML, " invoke>\n")
+BLOCK = ("\n\n<", DSML, " calls>\n", *INVOKE, *INVOKE, "</", DSML, " calls>")
+
+
 def test_tokens_of_a_call_are_not_told_and_those_of_the_text_before_are(tokenizer):
-    ids = answer_ids(tokenizer, "xy", "\n\n<", DSML, " calls>\n<", DSML, ' invoke name="f">\n')
-    text, tokens, finish = read(chat_reader(tokenizer, tools=True), ids)
-    assert (text, finish) == ("xy", "tool_calls")
-    assert b"".join(t.token_bytes for t in tokens) == b"xy"
+    for parts, finish in ((BLOCK, "tool_calls"), ((*BLOCK[:3], "prose</", *BLOCK[-2:]), "stop")):
+        reader = chat_reader(tokenizer, tools=True)
+        text, tokens, got = read(reader, answer_ids(tokenizer, "xy", *parts))
+        assert got == finish
+        assert text.startswith("xy")
+        # The text of a block without calls has no tokens either: they were markup as well.
+        assert b"".join(t.token_bytes for t in tokens) == b"xy"
+
+
+def test_tokens_between_blocks_without_calls_are_those_of_the_text(tokenizer):
+    empty = ("<", DSML, " calls>", "</", DSML, " calls>")
+    ids = answer_ids(tokenizer, *empty, "b", *empty, "c")
+    text, tokens, _ = read(chat_reader(tokenizer, tools=True), ids)
+    # The second block has the reason of the first, which is said once.
+    assert text == "[unreadable tool call: the block has no invoke]\nb\nc"
+    assert [t.token for t in tokens] == ["b", "c"]
+
+
+@pytest.mark.parametrize("size", [1, 1000])
+def test_the_last_allowed_call_ends_the_choice_and_the_engine_is_told(tokenizer, size):
+    async def main():
+        messages = []
+        told_ids = [TokenResult(token=token) for token in answer_ids(tokenizer, "x", *BLOCK)]
+        for at in range(0, len(told_ids), size):
+            new = tuple(told_ids[at : at + size])
+            messages.append(RequestOutput(request_id="r", index=0, new=new))
+        made, cancelled = generation(tokenizer, messages)
+        made._readers = [chat_reader(tokenizer, tools=True, max_calls=1)]
+        (result,) = await made.collect()
+        assert [c["function"]["name"] for c in result.message["tool_calls"]] == ["f"]
+        assert (result.finish_reason, result.stop_text, result.text) == ("tool_calls", None, "x")
+        return made.usage.completion_tokens, cancelled
+
+    num_read = len(answer_ids(tokenizer, "x", *BLOCK[:3], *INVOKE[:-1], " invoke>", end=False))
+    assert asyncio.run(main()) == (num_read, ["r"])
 
 
 def test_reasoning_tokens_are_told_as_reasoning_and_the_tag_not_at_all(tokenizer):
