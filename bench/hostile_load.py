@@ -2,7 +2,7 @@
 
     python bench/hostile_load.py [--tree DIR] [--bodies 5000] [--parts gap load] [--seed 0]
 
-Part `load`: all kinds of hostile_bodies.py and hostile_connections.py in a random order. Part
+Part `load`: all kinds of hostile_kinds.py and hostile_connections.py in a random order. Part
 `gap`: large bodies one at a time beside a stream of honest requests, and before it the honest
 requests alone, as control; the longest time that the event loop, another thread and a small
 request waited. --tree runs another checkout's server with the same bodies. The server's clocks
@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import hostile_bodies as bodies
+import hostile_kinds
 from hostile_connections import (
     ALONE,
     ANSWERED,
@@ -44,7 +45,8 @@ from hostile_connections import (
     exchange,
     said,
 )
-from hostile_server import Probe, WatchedServer, gap_figures
+from hostile_gaps import run_gap, show_gap
+from hostile_server import WatchedServer
 
 ROOT = Path(__file__).resolve().parent.parent
 PATIENCE_S = 180.0
@@ -128,7 +130,7 @@ class Attack:
 
     # --- hostile ones
 
-    async def body(self, kind: bodies.Kind, number: int) -> None:
+    async def body(self, kind: hostile_kinds.Kind, number: int) -> None:
         await self.up.wait()
         request = kind.make(self.draw, number)
         deaths, began_s = len(self.deaths), time.monotonic()
@@ -201,13 +203,13 @@ class Attack:
 
     async def run(self, num_bodies: int, closed_port: int, num_alone: int) -> None:
         await self.learn()
-        plan = planned(bodies.kinds(closed_port), num_bodies - num_alone)
+        plan = planned(hostile_kinds.kinds(closed_port), num_bodies - num_alone, self.draw)
         self.draw.shuffle(plan)
         small, large, slow = asyncio.Semaphore(8), asyncio.Semaphore(2), asyncio.Semaphore(40)
         waiting = asyncio.Semaphore(64)
 
-        async def one(kind: bodies.Kind | Behaviour, number: int) -> None:
-            is_body = isinstance(kind, bodies.Kind)
+        async def one(kind: hostile_kinds.Kind | Behaviour, number: int) -> None:
+            is_body = isinstance(kind, hostile_kinds.Kind)
             is_slow = not is_body and kind.name != "leaver"
             room = slow if is_slow else large if is_body and kind.is_large else small
             async with room:
@@ -223,7 +225,10 @@ class Attack:
             sent.append(asyncio.create_task(one(kind, number)))
             if time.monotonic() > told_s + 30:
                 told_s = time.monotonic()
-                print(f"{self.tally.num_bodies} bodies, {self.server.memory()}", flush=True)
+                print(
+                    f"{self.tally.num_bodies} bodies, {self.server.rss[-1][1] >> 20} MiB",
+                    flush=True,
+                )
         await asyncio.gather(*sent)
         self.is_over = True
         await asyncio.gather(*honest)
@@ -249,14 +254,20 @@ class Attack:
 
 
 def planned(
-    kinds: tuple[bodies.Kind, ...], num_bodies: int
-) -> list[tuple[bodies.Kind | Behaviour, int]]:
+    kinds: tuple[hostile_kinds.Kind, ...], num_bodies: int, draw: random.Random
+) -> list[tuple[hostile_kinds.Kind | Behaviour, int]]:
     """Return each kind by its share of `num_bodies`, at least one of each, and numbers."""
-    every: list[bodies.Kind | Behaviour] = [*kinds, *BEHAVIOURS]
+    every: list[hostile_kinds.Kind | Behaviour] = [*kinds, *BEHAVIOURS]
     total = sum(kind.share for kind in every)
     counts = [max(1, round(kind.share * num_bodies / total)) for kind in every]
     counts[0] = max(1, counts[0] + num_bodies - sum(counts))
-    return [(kind, n) for kind, count in zip(every, counts, strict=True) for n in range(count)]
+    # A short run begins anywhere in the cases of a kind.
+    firsts = [draw.randrange(kind.share) for kind in every]
+    return [
+        (kind, first + n)
+        for kind, count, first in zip(every, counts, firsts, strict=True)
+        for n in range(count)
+    ]
 
 
 def canary() -> tuple[socket.socket, int]:
@@ -315,115 +326,6 @@ def run_load(args: argparse.Namespace, start: Callable[[], WatchedServer]) -> di
     }
 
 
-# --- the longest gap ----------------------------------------------------------------------------
-
-
-def gap_bodies(sizes: list[int]) -> list[tuple[str, bytes]]:
-    """Return large bodies by name, all built before anything is measured."""
-    made = [
-        (f"{kind}, {size} MB", bodies.long_text(kind, size))
-        for kind in bodies.TEXTS
-        for size in sizes
-    ]
-    most = max(sizes)
-    for path in (bodies.TEXT, bodies.RESPONSES, bodies.MESSAGES, bodies.COUNT):
-        made.append((f"words, {most} MB, {path}", bodies.long_text("words", most, path)))
-    for path in (bodies.CHAT, bodies.RESPONSES, bodies.MESSAGES):
-        made.append((f"100,001 messages, {path}", bodies.many_messages(path)))
-    made += [
-        ("35,000 tool calls", bodies.many_tool_calls()),
-        ("50,000 tools", bodies.many_tools()),
-        ("3,500,000 ids", bodies.many_ids()),
-        ("1,500,000 prompts", bodies.many_prompts()),
-        ("1,500,000 stops", bodies.many_stops()),
-        ("400,000 biases", bodies.large_bias()),
-        ("6 MB of metadata", bodies.large_metadata()),
-        ("enum of 600,000", bodies.large_enum()),
-        ("499 optional properties", bodies.optional_properties(499)),
-        ("10,000 optional properties", bodies.optional_properties(10_000)),
-        ("nested JSON", bodies.nested_json(random.Random(1), 3)),
-        ("7,000,000 digits", bodies.huge_numbers(random.Random(1), 23)),
-        ("one stop text of 60 kB", bodies.stop_texts(random.Random(3), 5)),
-        ("grammar given up", bodies.grammar_given_up(random.Random(1), 1)),
-    ]
-    return made
-
-
-def run_gap(args: argparse.Namespace, start: Callable[[], WatchedServer]) -> dict[str, Any]:
-    sent = gap_bodies(args.sizes)
-    if args.only:
-        sent = [(name, raw) for name, raw in sent if any(word in name for word in args.only)]
-    server = start()
-    asyncio.run(_warm(server))
-    probe = Probe(server)
-    try:
-        return asyncio.run(_gaps(server, probe, sent, args.control_s))
-    finally:
-        probe.close()
-        server.close()
-
-
-async def _warm(server: WatchedServer) -> None:
-    # Kernels are compiled or loaded with the first requests of a process.
-    for path, body in HONEST:
-        await exchange(server.port, bodies.post(path, body), 180)
-
-
-async def _gaps(
-    server: WatchedServer, probe: Probe, sent: list[tuple[str, bytes]], control_s: float
-) -> dict[str, Any]:
-    stopped = asyncio.Event()
-
-    async def honest() -> None:
-        number = 0
-        while not stopped.is_set():
-            path, body = HONEST[number % len(HONEST)]
-            await exchange(server.port, bodies.post(path, body), 600)
-            number += 1
-
-    asking = asyncio.create_task(honest())
-    await asyncio.sleep(1)
-    since_s = time.monotonic()
-    await asyncio.sleep(control_s)
-    control = [(since_s, time.monotonic())]
-    windows: dict[str, tuple[tuple[float, float], str]] = {}
-    for name, raw in sent:
-        since_s = time.monotonic()
-        word, answer = await exchange(server.port, raw, 600)
-        status = str(answer.status) if answer and answer.status else word
-        windows[name] = (since_s, time.monotonic()), status
-        if not server.is_alive:
-            windows[name] = windows[name][0], "server ended"
-            break
-        await asyncio.sleep(0.5)
-    stopped.set()
-    await asking
-    # The clocks write a fifth of a second late.
-    await asyncio.sleep(1)
-
-    def figures(inside: list[tuple[float, float]]) -> dict[str, Any]:
-        return {
-            "loop": server.lateness("loop", inside),
-            "thread": server.lateness("thread", inside),
-            "request": gap_figures(probe.pairs(), inside),
-        }
-
-    return {
-        "probe": probe.path,
-        "control": figures(control),
-        "bodies": figures([window for window, _ in windows.values()]),
-        "by_body": {
-            name: {"status": status, "seconds": round(window[1] - window[0], 2)}
-            | {clock: each["longest_ms"] for clock, each in figures([window]).items()}
-            for name, (window, status) in windows.items()
-        },
-        "memory": server.memory(),
-    }
-
-
-# --- report -------------------------------------------------------------------------------------
-
-
 def show_load(result: dict[str, Any]) -> None:
     print(f"\n{result['bodies']} bodies in {result['seconds']} s")
     for name, counts in result["by_kind"].items():
@@ -438,21 +340,6 @@ def show_load(result: dict[str, Any]) -> None:
     for fault, count in result["faults"].items():
         print(f"FAULT {count} x {fault}")
     print(f"{len(result['faults'])} kinds of fault")
-
-
-def show_gap(result: dict[str, Any]) -> None:
-    print(f"\nms; small request: {result['probe']}      longest    99.9 %   s in gaps over 50 ms")
-    for part in ("control", "bodies"):
-        for clock, told in result[part].items():
-            numbers = (
-                f"{told['longest_ms']:10.1f} {told['p999_ms']:9.1f} {told['over_50ms_s']:8.2f}"
-            )
-            print(f"  {part:8} {clock:8} {numbers}   of {told['count']}")
-    print(f"\n  {'longest gap of one body, ms':40} {'loop':>9} {'thread':>9} {'request':>9}")
-    for name, told in result["by_body"].items():
-        numbers = " ".join(f"{told[clock]:9.1f}" for clock in ("loop", "thread", "request"))
-        print(f"  {name:40} {numbers}   {told['status']} after {told['seconds']} s")
-    print(f"memory: {result['memory']}")
 
 
 def main() -> int:

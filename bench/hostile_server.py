@@ -22,6 +22,7 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 WATCHED = Path(__file__).resolve().parent / "watched_server.py"
 PROBE_EVERY_S = 0.005
@@ -109,13 +110,15 @@ class WatchedServer:
             if found:
                 self.rss.append((time.monotonic(), int(found.group(1)) << 10))
 
-    def memory(self) -> dict[str, int]:
-        """Return resident megabytes: at the start, at most, and now."""
+    def memory(self) -> dict[str, Any]:
+        """Return resident megabytes: at the start, at most, now, and at twenty even times."""
         values = [value for _, value in self.rss] or [0]
+        series = [values[n * (len(values) - 1) // 19] // 10**6 for n in range(20)]
         return {
             "first_mb": values[0] // 10**6,
             "most_mb": max(values) // 10**6,
             "last_mb": values[-1] // 10**6,
+            "series_mb": series,
         }
 
     def log_figures(self) -> dict[str, object]:
