@@ -4,11 +4,12 @@
 
 Makes build/fuzz-venv with the pinned package, starts a server of the tree with the shipped model
 (in the limits of watched_server.py) and runs rounds with new seeds until that many requests were
-sent. Answers have 8 tokens where a request names no number, and 20 s. Checked is every answer: no
+sent. Answers have 4 tokens where a request names no number, and 10 s. Checked is every answer: no
 status of 500 to 599 but 503 and 504, no status, content type or body that the description does
 not have. --url fuzzes a server that runs already, --description FILE takes another description
 than /openapi.json. Exit status 1 after a failed check, an error of the generator, a traceback in
-the log or an ended server; 2 without a description.
+the log, an ended server, or an operation that no request reached, since a description that lets
+only refused bodies be generated proves nothing; 2 without a description.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ CHECKS = (
 )
 # 503 and 504 are statuses of a sound server: not ready, over a limit, out of time.
 CONFIG = '[checks]\nnot_a_server_error.expected-statuses = ["2xx", "3xx", "4xx", 503, 504]\n'
-SERVE = ("--max-tokens", "8", "--request-timeout-s", "20")
+SERVE = ("--max-tokens", "4", "--request-timeout-s", "10")
 
 
 @dataclass
@@ -109,49 +110,57 @@ def described(url: str, file: Path | None) -> dict[str, Any] | None:
         return None
 
 
+def started(
+    url: str, schema: Path, seed: int, num_examples: int, *, is_first: bool
+) -> subprocess.Popen[bytes]:
+    """Start one process of the generator in build/fuzz."""
+    folder = schema.parent
+    (folder / f"events-{seed}.ndjson").unlink(missing_ok=True)
+    command = [
+        *(str(tool()), "--config-file", str(folder / "schemathesis.toml"), "run", str(schema)),
+        *("--url", url, "--checks", ",".join(CHECKS), "--seed", str(seed)),
+        *("--phases", "examples,coverage,fuzzing" if is_first else "fuzzing"),
+        *("--max-examples", str(num_examples), "--continue-on-failure", "--no-shrink"),
+        # One worker: the generator's own parser fails in several threads.
+        *("--workers", "1", "--generation-database", "none", "--no-color", "--warnings", "off"),
+        *("--request-timeout", "90", "--suppress-health-check", "all"),
+        *("--report", "ndjson", "--report-ndjson-path", str(folder / f"events-{seed}.ndjson")),
+    ]
+    with (folder / f"output-{seed}.txt").open("w") as output:
+        return subprocess.Popen(command, cwd=folder, stdout=output, stderr=output)
+
+
 def fuzz(url: str, description: dict[str, Any], args: argparse.Namespace) -> Seen:
-    """Send rounds of requests until there are enough or time is up."""
-    program, folder, seen = tool(), BUILD / "fuzz", Seen()
+    """Send rounds of requests from several processes until there are enough or time is up."""
+    folder, seen = BUILD / "fuzz", Seen()
     folder.mkdir(parents=True, exist_ok=True)
-    config, schema = folder / "schemathesis.toml", folder / "openapi.json"
-    config.write_text(CONFIG)
+    schema = folder / "openapi.json"
+    (folder / "schemathesis.toml").write_text(CONFIG)
     schema.write_text(json.dumps(description))
     methods = {"get", "put", "post", "delete", "options", "head", "patch", "trace"}
     operations = sum(len(methods & set(path)) for path in description["paths"].values())
+    tool()
     ends_s, seed = time.monotonic() + args.limit_s, args.seed
-    while seen.num_requests < args.requests and time.monotonic() < ends_s:
-        left = args.requests - seen.num_requests
-        events = folder / f"events-{seed}.ndjson"
-        events.unlink(missing_ok=True)
-        command = [
-            *(str(program), "--config-file", str(config), "run", str(schema), "--url", url),
-            *("--checks", ",".join(CHECKS), "--seed", str(seed), "--continue-on-failure"),
-            *("--phases", "examples,coverage,fuzzing" if seed == args.seed else "fuzzing"),
-            *("--max-examples", str(max(10, math.ceil(left / operations)))),
-            # One worker: the generator's parser is not safe in several threads.
-            *("--workers", "1", "--no-shrink", "--generation-database", "none", "--no-color"),
-            *("--request-timeout", "90", "--report", "ndjson", "--warnings", "off"),
-            *("--suppress-health-check", "all", "--report-ndjson-path", str(events)),
+    while (left := args.requests - seen.num_requests) > 0 and time.monotonic() < ends_s:
+        num_examples = max(10, math.ceil(left / operations / args.processes))
+        seeds = range(seed, seed + args.processes)
+        running = [
+            started(url, schema, each, num_examples, is_first=each == args.seed) for each in seeds
         ]
-        with (folder / f"output-{seed}.txt").open("w") as output:
-            try:
-                subprocess.run(
-                    command,
-                    cwd=folder,
-                    stdout=output,
-                    stderr=output,
-                    timeout=ends_s - time.monotonic(),
-                    check=False,
-                )
-            except subprocess.TimeoutExpired:
-                print(f"stopped after {args.limit_s} s")
+        while any(process.poll() is None for process in running) and time.monotonic() < ends_s:
+            time.sleep(0.5)
+        for process in running:
+            # What has been sent by then counts.
+            process.terminate()
+            process.wait()
         before = seen.num_requests
-        seen.read(events)
-        print(f"seed {seed}: {seen.num_requests} requests", flush=True)
+        for each in seeds:
+            seen.read(folder / f"events-{each}.ndjson")
+        print(f"seeds {seeds[0]} to {seeds[-1]}: {seen.num_requests} requests", flush=True)
         if seen.num_requests == before:
-            seen.errors[f"seed {seed}: no request was sent, see {output.name}"] += 1
+            seen.errors[f"seeds {seeds}: nothing was sent, see {folder}/output-{seed}.txt"] += 1
             break
-        seed += 1
+        seed = seeds[-1] + 1
     return seen
 
 
@@ -177,16 +186,17 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--limit-s", type=int, default=1800)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--processes", type=int, default=3, help="generators side by side")
     parser.add_argument("--url", help="fuzz this server and start none")
     parser.add_argument("--description", type=Path, help="instead of the server's /openapi.json")
     args = parser.parse_args()
     tree, began_s = args.tree.resolve(), time.monotonic()
     own = [] if args.model is None else [str(args.model.resolve())]
     faults, figures = [], {}
-    started = (
+    serving = (
         nullcontext() if args.url else closing(WatchedServer(tree, *own, *SERVE, num_files=4096))
     )
-    with started as server:
+    with serving as server:
         url = args.url.rstrip("/") if server is None else f"http://127.0.0.1:{server.port}"
         description = described(url, args.description)
         if description is None:
@@ -198,6 +208,11 @@ def main() -> int:
             if not server.is_alive:
                 faults.append(f"server ended with {server.process.wait()}")
             faults += [f"traceback in the log: {end}" for end in server.log_figures()["tracebacks"]]
+    faults += [
+        f"{label}: none of its {sum(counts.values())} requests was answered with 200"
+        for label, counts in sorted(seen.statuses.items())
+        if not counts["200"]
+    ]
     show(seen)
     for fault in faults:
         print(f"FAULT {fault}")
