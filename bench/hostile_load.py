@@ -384,7 +384,7 @@ def main() -> int:
     from record import write_result
 
     print("written to", write_result("hostile_load", result))
-    return 1 if result.get("load", {}).get("faults") else 0
+    return int(any(result.get(part, {}).get("faults") for part in ("gap", "load")))
 
 
 if __name__ == "__main__":
