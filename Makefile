@@ -15,7 +15,8 @@ export OMP_NUM_THREADS = 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 export PYTHONHASHSEED = 0
 
-.PHONY: help demo demo-train test test-full test-browser test-clients coverage check golden bench format clean
+.PHONY: help demo demo-train test test-full test-browser test-clients coverage check golden bench \
+  attack fuzz format clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -25,8 +26,10 @@ help:
 	@echo "make test       the fast tests (at most eight minutes on two cores)"
 	@echo "make test-full  the slow ones as well"
 	@echo "make coverage   the fast tests with line coverage by room"
-	@echo "make test-browser  the chat page in a headless Chromium"
+	@echo "make test-browser  the chat page in a headless Chromium, and attacked there"
 	@echo "make test-clients  other people's client libraries against the shipped model"
+	@echo "make attack     5,000 hostile bodies at the server, and how long it stood still"
+	@echo "make fuzz       10,000 requests from the server's own description"
 	@echo "make check      lint, format, types, import contracts, sizes"
 	@echo "make golden     regenerate stored answers; review the diff"
 	@echo "make bench      timings as JSON lines"
@@ -81,7 +84,8 @@ test-full: $(VENV)/.with-test
 # The chat page in a headless Chromium, which has to be installed already (docs/server.md).
 test-browser: $(VENV)/.with-test
 	$(BIN)/python -m pip install --quiet playwright
-	$(BIN)/python -m pytest tests/e2e/chat_page_in_browser.py --timeout 600 $(ARGS)
+	$(BIN)/python -m pytest tests/e2e/chat_page_in_browser.py tests/e2e/chat_page_under_attack.py \
+	  --timeout 600 $(ARGS)
 
 # Other people's client libraries, in environments of their own; those of npm where node is.
 CLIENTS := build/clients
@@ -117,6 +121,16 @@ bench: $(VENV)/.with-test
 	$(BIN)/python bench/decode.py
 	$(BIN)/python bench/engine.py --preset nano --parts concurrency first
 	$(BIN)/python bench/engine_memory.py
+
+# Twenty minutes on two cores that nobody else uses; another checkout: make attack ARGS="--tree DIR".
+attack: $(VENV)/.with-test
+	$(BIN)/python -m tests.compile_kernels
+	$(BIN)/python bench/hostile_load.py $(ARGS)
+
+# Installs schemathesis into build/fuzz-venv at its first run.
+fuzz: $(VENV)/.with-test
+	$(BIN)/python -m tests.compile_kernels
+	$(BIN)/python bench/fuzz_api.py $(ARGS)
 
 format: $(VENV)/.with-dev
 	$(BIN)/ruff check --fix --select I .
