@@ -301,5 +301,7 @@ def _narrow(component: dict[str, Any], config: ServerConfig, *, is_claude: bool)
             fields[name].update({"description": "null is the default", **limits})
     if "model" in fields and not is_claude:
         fields["model"]["enum"] = [None, *config.model_names]
+    if "messages" in fields:
+        fields["messages"]["minItems"] = 1
     if component.get("title") == "ChatBody":
         fields["messages"]["items"] = _CHAT_MESSAGE

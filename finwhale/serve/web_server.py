@@ -39,7 +39,9 @@ def bind(host: str, port: int) -> socket.socket:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         # A name often has addresses of both kinds, and some clients try the older kind alone.
         family, _, _, _, address = min(found, key=lambda info: info[0] != socket.AF_INET)
-        listener = socket.socket(family, socket.SOCK_STREAM)
+        # The protocol is named, or asyncio leaves Nagle's algorithm on: on a kept connection the
+        # body of each answer then waits 40 ms for the acknowledgement of its head.
+        listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     except OSError as error:
         raise OSError(error.errno, f"--host: {host!r}: {error.strerror}") from None
     try:

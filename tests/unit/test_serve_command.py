@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from pathlib import Path
 
@@ -146,6 +147,28 @@ def test_a_taken_port_is_one_sentence_and_a_bound_socket_does_not_listen_yet():
             listen(second)
     with pytest.raises(OSError, match=r"--host: 'no such name'"):
         bind("no such name", 0)
+
+
+def test_accepted_connections_send_without_waiting_for_acknowledgements():
+    """Head and body of an answer are two writes; with Nagle's algorithm the second one waits."""
+
+    async def accepted_option() -> int:
+        found = asyncio.get_running_loop().create_future()
+
+        def taken(_, writer: asyncio.StreamWriter) -> None:
+            own = writer.get_extra_info("socket")
+            found.set_result(own.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            writer.close()
+
+        with bind("127.0.0.1", 0) as listener:
+            listen(listener)
+            async with await asyncio.start_server(taken, sock=listener):
+                _, writer = await asyncio.open_connection(*listener.getsockname())
+                option = await found
+                writer.close()
+        return option
+
+    assert asyncio.run(accepted_option())
 
 
 def test_a_taken_port_is_told_before_the_model_is_read(tmp_path):
