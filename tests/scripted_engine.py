@@ -149,7 +149,7 @@ class ScriptedEngine:
             try:
                 said.constraint.advance(token)
             except ValueError as error:
-                self._end(said, "error", error=str(error))
+                self._end(said, "error", error=str(error), fault="request")
                 return
         said.num_told += 1
         asked = said.params

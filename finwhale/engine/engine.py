@@ -14,13 +14,14 @@ Source: spec/backbone.md section 3, spec/kv-cache.md sections 4.3 and 8.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import operator
 import os
 import platform
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Tokens
 from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -40,9 +41,15 @@ from finwhale.engine.hand_over import HandOver, HandOverError, decode, encode, r
 from finwhale.engine.invariance import broken_promises, engine_ops
 from finwhale.engine.live_rows import Work
 from finwhale.engine.prefill import encoder_only_unsupported
-from finwhale.engine.request import RequestError, RequestOutput, SamplingParams, TokenResult
+from finwhale.engine.request import (
+    Constraint,
+    RequestError,
+    RequestOutput,
+    SamplingParams,
+    TokenResult,
+)
 from finwhale.engine.runner import Runner, with_ops
-from finwhale.engine.sampler import choice_seed, sample_batch, token_logprobs
+from finwhale.engine.sampler import LogitsError, choice_seed, sample_batch, token_logprobs
 from finwhale.engine.scheduler import Scheduler
 from finwhale.engine.sequence import Sequence
 from finwhale.model import Backbone
@@ -411,7 +418,7 @@ class Engine:
         ):
             if error is not None:
                 self.scheduler.drop(sequence)
-                self._end(sequence, "error", error=error, is_model_fault=True)
+                self._end(sequence, "error", error=error, fault="model")
             elif self._guarded(sequence, self._told, sequence, piece.span.start, logits):
                 drawing.append((sequence, logits[-1]))
         self._draw(drawing)
@@ -424,9 +431,21 @@ class Engine:
         try:
             return call(*args)
         except Exception as error:
-            logger.exception("request %s, choice %d", sequence.request_id, sequence.index)
-            self._end(sequence, "error", error=f"{type(error).__name__}: {error}")
+            self._end_by(sequence, error)
             return None
+
+    def _end_by(self, sequence: Sequence, error: Exception) -> None:
+        """End a sequence whose rows, options or grammar raised `error`, and no other."""
+        text, fault = f"{type(error).__name__}: {error}", "engine"
+        if isinstance(error, LogitsError):
+            fault = "model"
+        elif isinstance(error, RequestError):
+            text, fault = str(error), "request"
+        else:
+            logger.error(
+                "request %s, choice %d", sequence.request_id, sequence.index, exc_info=error
+            )
+        self._end(sequence, "error", error=text, fault=fault)
 
     def _told(self, sequence: Sequence, start: int, logits: torch.Tensor) -> bool:
         """Hand out what was computed from position `start` on; return whether to draw."""
@@ -470,7 +489,7 @@ class Engine:
                     # One of them is at fault; rows do not depend on each other.
                     batches += [[one] for one in batch]
                     continue
-                self._end(batch[0][0], "error", error=f"{type(error).__name__}: {error}")
+                self._end_by(batch[0][0], error)
                 continue
             for (sequence, _), result in zip(batch, results, strict=True):
                 self._guarded(sequence, self._take, sequence, result)
@@ -482,17 +501,15 @@ class Engine:
             [s.params for s in sequences],
             seeds=[s.seed for s in sequences],
             indexes=[s.num_new for s in sequences],
-            masks=[None if s.constraint is None else s.constraint.mask() for s in sequences],
+            masks=[_mask(s) for s in sequences],
             drawn=[s.tokens[s.num_prompt :] if s.params.is_penalised else () for s in sequences],
         )
 
     def _take(self, sequence: Sequence, result: TokenResult) -> None:
         params = sequence.params
         sequence.tokens.append(result.token)
-        if sequence.constraint is not None:
-            sequence.constraint.advance(result.token)
-        reason = None
-        is_text_done = sequence.constraint is not None and sequence.constraint.is_finished
+        constraint, reason = sequence.constraint, None
+        is_text_done = constraint is not None and _advance(constraint, result.token)
         if result.token in params.stop_ids or is_text_done:
             reason = "stop"
         elif sequence.num_new >= params.max_new_tokens:
@@ -607,6 +624,31 @@ def _is_shared(model: Backbone, twin: Backbone) -> bool:
         tensor.data_ptr() == held[name].data_ptr() and tensor.dtype is held[name].dtype
         for name, tensor in model.state_dict().items()
     )
+
+
+def _mask(sequence: Sequence) -> torch.Tensor | None:
+    """Return the mask of a sequence's grammar, None without one; raise RequestError as it does."""
+    if sequence.constraint is None:
+        return None
+    with _constraint_errors():
+        return sequence.constraint.mask()
+
+
+def _advance(constraint: Constraint, token: int) -> bool:
+    """Move a grammar past `token`; return whether its text is finished."""
+    with _constraint_errors():
+        constraint.advance(token)
+        return constraint.is_finished
+
+
+@contextlib.contextmanager
+def _constraint_errors() -> Iterator[None]:
+    """Let an exception of a grammar, which the request brought along, be the request's error."""
+    try:
+        yield
+    except Exception as error:
+        want = "a grammar that can be followed to its end; simplify it"
+        raise RequestError("constraint", f"{type(error).__name__} ({error})", want) from error
 
 
 def _as_ids(prompt: Tokens[int]) -> list[int]:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
+Fault = Literal["model", "request", "engine"]
 FINISH_REASONS: tuple[str, ...] = get_args(FinishReason)
 MAX_TOP_LOGPROBS = 20
 # Signed and unsigned 64-bit seeds are both in use among clients.
@@ -163,7 +164,8 @@ class RequestOutput:
     new                tokens since the last output of this choice, possibly none
     finish_reason      None while more will come
     error              what went wrong; set exactly if the reason is "error"
-    is_model_fault     the error is one of the model's rows, not of what the request brought along
+    fault              of an error: "model" where its rows were not finite, "request" where what
+                       the request brought along could not be followed, "engine" for all else
     prompt_logprobs    one result per prompt token, in one output of the request; otherwise None
     num_cached_tokens  prompt tokens that came from a cache
     """
@@ -173,7 +175,7 @@ class RequestOutput:
     new: tuple[TokenResult, ...] = ()
     finish_reason: FinishReason | None = None
     error: str | None = None
-    is_model_fault: bool = False
+    fault: Fault | None = None
     prompt_logprobs: tuple[TokenResult, ...] | None = None
     num_cached_tokens: int = 0
 
@@ -188,6 +190,8 @@ class RequestOutput:
         if (self.error is None) == (self.finish_reason == "error"):
             want = "a message exactly if finish_reason is 'error'"
             raise RequestError("error", f"{self.error!r} with {self.finish_reason!r}", want)
+        if (self.error is None) != (self.fault is None):
+            raise RequestError("fault", repr(self.fault), "one exactly if there is an error")
 
     @property
     def is_last(self) -> bool:

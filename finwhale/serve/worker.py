@@ -292,7 +292,7 @@ class Worker:
             else:
                 # One choice that failed leaves no whole answer, so the others end with it.
                 self._engine_cancel(job.request_id)
-                self._fail(job, EngineFailedError(f"the engine failed: {output.error}"))
+                self._fail(job, _error_of(output))
                 continue
             if output.is_last:
                 job.num_left -= 1
@@ -311,7 +311,7 @@ class Worker:
         # Ends of requests that were cancelled, by a failed step or a client, say nothing of it.
         if any(o.request_id not in failed and o.finish_reason != "cancelled" for o in own):
             self._failed_steps = 0
-        elif any(output.is_model_fault for output in own):
+        elif any(output.fault == "model" for output in own):
             self._failed_steps += 1
 
     def _fail_all(self) -> None:
@@ -345,3 +345,10 @@ class Worker:
         except Exception:
             # A listener whose event loop is gone must not end the thread of the others.
             logger.exception("request %s has lost its listener", job.request_id)
+
+
+def _error_of(output: RequestOutput) -> ServeError:
+    """Return what a client learns of a choice that failed: 400 where its grammar is at fault."""
+    if output.fault == "request":
+        return InvalidRequestError(str(output.error), code="not_followed")
+    return EngineFailedError(f"the engine failed: {output.error}")

@@ -102,13 +102,15 @@ def test_a_grammar_that_is_given_up_ends_its_own_choice_and_no_other(model, toke
     engine = Engine(model, EngineConfig(num_blocks=96, block_size=16))
     names = [engine.add([0, 5, 9, n], params) for n, params in enumerate([*honest, hostile])]
     tokens: dict[str, list[int]] = {name: [] for name in names}
-    reasons, errors = {}, {}
+    reasons, errors, faults = {}, {}, {}
     while engine.has_work:
         for output in engine.step():
             tokens[output.request_id] += [result.token for result in output.new]
             if output.is_last:
                 reasons[output.request_id] = output.finish_reason
                 errors[output.request_id] = output.error
+                faults[output.request_id] = output.fault
     assert [reasons[name] for name in names] == ["stop", "stop", "error"]
-    assert "GrammarError: grammar: " in errors[names[2]]
+    assert errors[names[2]].startswith("constraint: got GrammarError (grammar: ")
+    assert [faults[name] for name in names] == [None, None, "request"]
     assert [tokens[name] for name in names[:2]] == alone

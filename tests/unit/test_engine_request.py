@@ -134,6 +134,8 @@ def test_values_cannot_be_changed_or_given_by_position():
         ("error", {"finish_reason": "error"}),
         ("error", {"finish_reason": "stop", "error": "no"}),
         ("error", {"error": "no"}),
+        ("fault", {"finish_reason": "error", "error": "no"}),
+        ("fault", {"fault": "model"}),
         ("index", {"index": -1}),
         ("num_cached_tokens", {"num_cached_tokens": -1}),
     ],
@@ -147,4 +149,5 @@ def test_output_is_last_exactly_with_a_reason():
     assert not RequestOutput(request_id="r", new=(TokenResult(token=3),)).is_last
     for reason in ("stop", "length", "cancelled"):
         assert RequestOutput(request_id="r", finish_reason=reason).is_last
-    assert RequestOutput(request_id="r", finish_reason="error", error="why").is_last
+    failed = {"finish_reason": "error", "error": "why", "fault": "engine"}
+    assert RequestOutput(request_id="r", **failed).is_last

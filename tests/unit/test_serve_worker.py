@@ -221,8 +221,8 @@ class Faulty(ScriptedEngine):
         said = {
             "sound": {"new": (TokenResult(token=5),)},
             "cancelled": {"finish_reason": "cancelled"},
-            "fault": {"finish_reason": "error", "error": "layer 0", "is_model_fault": True},
-            "own": {"finish_reason": "error", "error": "GrammarError: no", "is_model_fault": False},
+            "fault": {"finish_reason": "error", "error": "layer 0", "fault": "model"},
+            "own": {"finish_reason": "error", "error": "GrammarError: no", "fault": "request"},
             "nothing": None,
         }[told]
         names = list(dict.fromkeys(name for name, _ in self._running))
@@ -330,7 +330,8 @@ def test_an_error_of_one_choice_ends_the_request_with_that_error(start):
     worker = start(ScriptedEngine(words(5)))
     params = SamplingParams(max_new_tokens=9, stop_ids=(STOP,), n=2, constraint=Refusing())
     messages = submit(worker, params=params).rest()
-    assert isinstance(messages[-1], EngineFailedError)
+    # 400 and not 500: what the request brought along could not be followed.
+    assert isinstance(messages[-1], InvalidRequestError)
     assert "not allowed" in str(messages[-1])
     assert worker.num_in_flight == 0
 
