@@ -24,6 +24,7 @@ from finwhale.text.schema_limits import (
     SchemaError,
     as_json,
     check_schema,
+    closed,
     small_enough,
     without_texts,
 )
@@ -136,7 +137,7 @@ class _Rules:
     def _call(self, name: str, tool: CalledTool) -> str:
         text = as_json(tool.parameters)
         is_plain = check_schema(tool.parameters, text)
-        root = without_texts(tool.parameters)
+        root = closed(without_texts(tool.parameters))
         self.is_plain = is_plain and self.is_plain
         if DSML in text:
             raise _LooseError("the schema holds the marker of calls")

@@ -34,6 +34,7 @@ from finwhale.text.schema_limits import (
     as_json,
     check_pattern,
     check_schema,
+    closed,
     without_texts,
 )
 from finwhale.text.tokenizer import Tokenizer
@@ -77,6 +78,9 @@ def json_schema_constraint(
 ) -> GrammarConstraint:
     """Return a constraint to JSON that is valid under `schema`, keys in the schema's order.
 
+    Properties that are not declared come only where the schema says so, by
+    `additionalProperties` or otherwise (`schema_limits.closed`).
+
     schema      a JSON schema as a value or as text; its key `x-guidance` has no effect
     vocab_size  rows of the model's head; default: the tokenizer's
     prefix      ids of the text's beginning, which is there already
@@ -100,8 +104,11 @@ def json_schema_constraint(
     if isinstance(fields, bool):
         fields = {} if fields else {"type": []}
     settings: dict[str, Any] = {"vocab_size": vocab_size, "owner": owner, "is_plain": is_plain}
-    *others, last = [as_json({**fields, "x-guidance": style}) for style in _STYLES]
+    shut = closed(fields)
+    ways = [shut] if shut == fields else [shut, fields]
+    *others, last = [as_json({**way, "x-guidance": style}) for way in ways for style in _STYLES]
     for text in others:
+        # Another spacing, or properties that are not declared, where only they fit the prefix.
         with contextlib.suppress(PrefixError):
             return constraint_of(tokenizer, "schema", text, prefix=prefix, **settings)
     return constraint_of(tokenizer, "schema", last, prefix=prefix, **settings)

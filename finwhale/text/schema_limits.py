@@ -34,6 +34,11 @@ _COSTLY = frozenset(
 )
 # What stands under these is a value and no schema.
 _VALUES = frozenset({"enum", "const", "default", "examples", "example"})
+_PARTS = frozenset({"allOf", "not", "if", "then", "else", "dependentSchemas", "dependentRequired"})
+_OBJECT_SIZES = frozenset(
+    {"additionalProperties", "patternProperties", "unevaluatedProperties", "minProperties"}
+    | {"propertyNames"}
+)
 _TEXTS = frozenset({"title", "description", "$comment"})
 # Under these stand names, each with a schema.
 _TABLES = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
@@ -238,6 +243,42 @@ def without_texts(schema: Any, *, is_table: bool = False) -> Any:
         for name, value in schema.items()
         if is_table or name not in _TEXTS
     }
+
+
+def closed(schema: Any) -> Any:
+    """Return a copy whose objects have their declared properties alone, where nothing else is said.
+
+    What is valid under it is valid under `schema`. An object that says nothing of
+    `additionalProperties` would let a model go on with properties of its own to the limit. A
+    schema that puts objects together (allOf, a reference with other keywords, properties beside
+    anyOf) is returned as it is, since there one part declares what another one would forbid.
+
+    schema  one that `check_schema` has passed, so of few levels
+    """
+    for _, node in subschemas(schema):
+        keys = node.keys() - _TEXTS - _TABLES
+        has_parts = bool(_PARTS & node.keys())
+        if has_parts or (keys > {"$ref"}) or ("properties" in node and keys & {"anyOf", "oneOf"}):
+            return schema
+    return _closed(schema)
+
+
+def _closed(schema: Any, *, is_table: bool = False) -> Any:
+    if isinstance(schema, list):
+        return [_closed(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {
+        name: value
+        if not is_table and name in _VALUES
+        else _closed(value, is_table=not is_table and name in _TABLES)
+        for name, value in schema.items()
+    }
+    properties = schema.get("properties")
+    is_open = not is_table and isinstance(properties, dict) and not _OBJECT_SIZES & schema.keys()
+    if is_open and properties and set(map(str, _list(schema.get("required")))) <= properties.keys():
+        found["additionalProperties"] = False
+    return found
 
 
 def _names(value: Any) -> list[str]:

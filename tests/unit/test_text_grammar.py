@@ -64,6 +64,52 @@ def _walk(constraint, ids) -> None:
         constraint.advance(token)
 
 
+A = {"type": "object", "properties": {"a": {"type": "null"}}, "required": ["a"]}
+B = {"type": "object", "properties": {"b": {"type": "null"}}, "required": ["b"]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        ({**A, "additionalProperties": True}, '{"a": null, "x": 1}'),
+        ({**A, "additionalProperties": {"type": "integer"}}, '{"a": null, "x": 1}'),
+        ({**A, "required": ["a", "x"]}, '{"a": null, "x": 1}'),
+        ({"type": "object"}, '{"x": 1}'),
+        ({"allOf": [A, B]}, '{"a": null, "b": null}'),
+        ({"$defs": {"A": A}, "allOf": [{"$ref": "#/$defs/A"}, B]}, '{"a": null, "b": null}'),
+        ({"anyOf": [A, B]}, '{"b": null}'),
+        ({"const": {"properties": {"p": 1}}}, '{"properties": {"p": 1}}'),
+        (
+            {"type": "object", "properties": {"properties": A}, "required": ["properties"]},
+            '{"properties": {"a": null}}',
+        ),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_a_schema_declares_or_admits_is_allowed(small, schema, text):
+    constraint = json_schema_constraint(small, schema)
+    _walk(constraint, small.encode(text))
+    assert constraint.mask()[small.eos_id]
+
+
+def test_a_property_that_nobody_declared_is_not_written(small):
+    """A schema that says nothing of other properties would let a model write them to the limit."""
+    nested = {"type": "object", "properties": {"n": A}, "required": ["n"]}
+    for schema, begun in (
+        (A, '{"a": null'),
+        ({"anyOf": [A, B]}, '{"b": null'),
+        (nested, '{"n": {"a": null'),
+    ):
+        constraint = json_schema_constraint(small, schema)
+        _walk(constraint, small.encode(begun))
+        allowed = {small.decode([i])[:1] for i in constraint.mask().nonzero()[:, 0].tolist()}
+        assert allowed == {"}"}
+    # Where a prefix has one, the reply goes on with it.
+    open_ = json_schema_constraint(small, A, prefix=small.encode('{"a": null, "x'))
+    _walk(open_, small.encode('": 1}'))
+    assert open_.mask()[small.eos_id]
+
+
 def test_constraint_has_the_shape_that_the_engine_expects(small):
     assert isinstance(json_object_constraint(small), Constraint)
 
