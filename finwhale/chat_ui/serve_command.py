@@ -90,6 +90,9 @@ class Serve:
     """Time that running answers get at the end."""
     deepseek_normalise: bool = False
     """Sample as the hosted service forces it, whatever clients ask for."""
+    strict_tool_choice: bool = False
+    """Refuse a forced tool while thinking is on, as the hosted service does, instead of thinking
+    off."""
     cors_origin: Annotated[tuple[str, ...], tyro.conf.arg(metavar="ORIGIN ...")] = ()
     """Origins whose pages may call; none by default."""
     debug: bool = False
@@ -304,6 +307,7 @@ class Serve:
             shutdown_grace_s=self.shutdown_grace_s,
             default_max_tokens=self.max_tokens,
             deepseek_normalise=self.deepseek_normalise,
+            strict_tool_choice=self.strict_tool_choice,
             # Without keys, a browser's page must not reach it under another name either.
             allowed_hosts=(*_LOOPBACK_NAMES, self.host) if self.api_key_file is None else (),
             cors_origins=self.cors_origin,

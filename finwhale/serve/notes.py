@@ -23,7 +23,7 @@ _SHOWN_NAMES = 8
 
 def left_out(what: str, names: Sequence[str]) -> tuple[str, ...]:
     """Return the note that `names` were left out, none without names."""
-    distinct = list(dict.fromkeys(name[:48] for name in names))
+    distinct = list(dict.fromkeys(name[:48] or "(no name)" for name in names))
     if not distinct:
         return ()
     more = f" and {len(distinct) - _SHOWN_NAMES} more" if len(distinct) > _SHOWN_NAMES else ""
@@ -37,6 +37,7 @@ def note_headers(notes: Iterable[str], request_id: str) -> dict[str, str]:
         return {}
     kinds = [note.partition(":")[0] for note in told]
     logger.info("note %s", json.dumps({"request_id": request_id, "notes": kinds}))
-    text = "; ".join(told)
+    # A header's value ends with no blank.
+    text = "; ".join(told).strip()
     printable = "".join(c if " " <= c <= "~" else "?" for c in text[: MAX_NOTE + 1])
     return {NOTE_HEADER: printable if len(printable) <= MAX_NOTE else printable[:509] + "..."}

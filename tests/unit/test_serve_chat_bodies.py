@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 
+import h11
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from finwhale.serve.anthropic_api import anthropic_body
 from finwhale.serve.errors import InvalidRequestError
@@ -198,6 +201,15 @@ def test_a_note_is_one_printable_bounded_line_and_none_without_notes():
         told = note_headers(("x" * length,), "req-1")[NOTE_HEADER]
         assert len(told) == MAX_NOTE
         assert told.endswith("...") == (length > MAX_NOTE)
+
+
+@given(st.lists(st.text(max_size=3) | st.text(min_size=505, max_size=520), max_size=3))
+@example(["", " "])
+@example(["x" * 508 + " " + "x" * 9])
+def test_any_note_is_a_header_that_http_allows(names):
+    for value in note_headers(left_out("tools", names), "req-1").values():
+        # What the server writes its answers with; it raises for a value that HTTP does not allow.
+        h11.Response(status_code=200, headers=[(NOTE_HEADER, value)])
 
 
 def test_the_log_of_a_note_has_no_words_of_the_client(caplog):
