@@ -91,8 +91,7 @@ class Serve:
     deepseek_normalise: bool = False
     """Sample as the hosted service forces it, whatever clients ask for."""
     strict_tool_choice: bool = False
-    """Refuse a forced tool while thinking is on, as the hosted service does, instead of thinking
-    off."""
+    """Refuse a forced tool while thinking is on, as the hosted service; else thinking goes off."""
     cors_origin: Annotated[tuple[str, ...], tyro.conf.arg(metavar="ORIGIN ...")] = ()
     """Origins whose pages may call; none by default."""
     debug: bool = False

@@ -109,8 +109,8 @@ def test_a_custom_tool_is_left_out_by_name_and_the_functions_stay():
 
 
 def test_one_call_at_a_time_is_passed_on():
-    for given, want in ((None, True), (True, True), (False, False)):
-        assert body_of(USER, parallel_tool_calls=given).request("").parallel_tool_calls is want
+    for asked, want in ((None, True), (True, True), (False, False)):
+        assert body_of(USER, parallel_tool_calls=asked).request("").parallel_tool_calls is want
 
 
 @pytest.mark.parametrize(
