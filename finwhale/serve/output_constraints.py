@@ -37,19 +37,26 @@ def format_constraint(
     prefix: Sequence[int] = (),
     is_reasoning: bool = False,
     owner: str = "",
+    deadline_s: float | None = None,
 ) -> Constraint | None:
     """Return the constraint of a response format; None for free text.
 
     prefix        ids of the answer's beginning that the prompt ends with
     is_reasoning  the prompt ends inside a reasoning; the answer begins behind it
     owner         the tenant, who shares no compiled grammar with others
+    deadline_s    of time.monotonic, for trials of costly grammars; 0 tries nothing
 
-    Raises GrammarError for a format that cannot be followed.
+    Raises GrammarError for a format that cannot be followed; TrialLostError and TrialLateError.
     """
     kind = (response_format or {}).get("type")
     if response_format is None or kind in (None, "text"):
         return None
-    settings: dict[str, Any] = {"vocab_size": vocab_size, "prefix": prefix, "owner": owner}
+    settings: dict[str, Any] = {
+        "vocab_size": vocab_size,
+        "prefix": prefix,
+        "owner": owner,
+        "deadline_s": deadline_s,
+    }
     if kind == "json_object":
         constraint = json_object_constraint(tokenizer, **settings)
     elif kind == "json_schema":
@@ -78,6 +85,7 @@ def call_constraint(
     parallel: bool,
     vocab_size: int,
     owner: str = "",
+    deadline_s: float | None = None,
 ) -> tuple[Constraint, tuple[str, ...]]:
     """Return the constraint to calls of `tools` behind the opener, and a sentence on what is loose.
 
@@ -87,7 +95,12 @@ def call_constraint(
     called = [CalledTool(name, schema) for name, schema in tools]
     try:
         constraint, loose = calls_constraint(
-            tokenizer, called, parallel=parallel, vocab_size=vocab_size, owner=owner
+            tokenizer,
+            called,
+            parallel=parallel,
+            vocab_size=vocab_size,
+            owner=owner,
+            deadline_s=deadline_s,
         )
     except ModuleNotFoundError as error:
         names = [name for name, _ in tools]

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 
 from finwhale.config.server import ServerConfig
 from finwhale.engine.request import Constraint, RequestError, SamplingParams
-from finwhale.serve.errors import InvalidRequestError
+from finwhale.serve.errors import InvalidRequestError, OverloadedError
 from finwhale.serve.generation import ChatReader, ChoiceReader, TextReader
 from finwhale.serve.output_constraints import call_constraint, format_constraint
 from finwhale.serve.planning import ChatRequest, CompletionRequest, Plan, Planner, refusal
 from finwhale.text.grammar import GrammarError
+from finwhale.text.grammar_trial import TrialLostError
 from finwhale.text.output_parser import OutputParser
 from finwhale.text.tokenizer import Tokenizer
 
@@ -64,10 +65,20 @@ class Preparer:
         """Return a completion prepared; raise InvalidRequestError as `chat` does."""
         return self.prepared(self.planner.text(request))
 
-    def prepared(self, plan: Plan) -> Prepared:
-        """Return what the engine is given for a plan; raise InvalidRequestError as `chat` does."""
+    def prepared(self, plan: Plan, *, trials_until_s: float | None = None) -> Prepared:
+        """Return what the engine is given for a plan; raise InvalidRequestError as `chat` does.
+
+        trials_until_s  of time.monotonic; costly grammars are tried until then, at 0 never
+
+        Raises OverloadedError where this machine cannot try a grammar, TrialLateError behind
+        `trials_until_s`.
+        """
         try:
-            return self._prepared(plan)
+            return self._prepared(plan, trials_until_s)
+        except TrialLostError as error:
+            raise OverloadedError(
+                f"{error}; try again later", code="grammars_unavailable", retry_after_s=1
+            ) from None
         except (RequestError, GrammarError) as error:
             raise refusal(error) from None
         except ModuleNotFoundError as error:
@@ -75,8 +86,8 @@ class Preparer:
         except RecursionError:
             raise InvalidRequestError("the body is nested too deeply; flatten it") from None
 
-    def _prepared(self, plan: Plan) -> Prepared:
-        constraint, loose = self._constraint(plan)
+    def _prepared(self, plan: Plan, trials_until_s: float | None) -> Prepared:
+        constraint, loose = self._constraint(plan, trials_until_s)
         params = self._params(plan, constraint)
         readers = [self._reader(plan, constraint) for _ in range(params.n)]
         prompt = plan.prompt.tolist()
@@ -88,7 +99,9 @@ class Preparer:
             notes=(*plan.notes, *loose),
         )
 
-    def _constraint(self, plan: Plan) -> tuple[Constraint | None, tuple[str, ...]]:
+    def _constraint(
+        self, plan: Plan, trials_until_s: float | None
+    ) -> tuple[Constraint | None, tuple[str, ...]]:
         """Return the constraint of the answer, and sentences on what it leaves loose."""
         if plan.must_call:
             return call_constraint(
@@ -97,6 +110,7 @@ class Preparer:
                 parallel=plan.max_calls is None,
                 vocab_size=self.vocab_size,
                 owner=plan.tenant,
+                deadline_s=trials_until_s,
             )
         if plan.may_call:
             return None, ()
@@ -107,6 +121,7 @@ class Preparer:
             prefix=plan.prompt[len(plan.prompt) - plan.num_prefix :].tolist(),
             is_reasoning=plan.is_reasoning,
             owner=plan.tenant,
+            deadline_s=trials_until_s,
         )
         return constraint, ()
 

@@ -346,11 +346,12 @@ def calls_constraint(
     parallel: bool = True,
     vocab_size: int | None = None,
     owner: str = "",
+    deadline_s: float | None = None,
 ) -> tuple[CallConstraint, tuple[tuple[str, str], ...]]:
     """Return the constraint to calls of `tools`, and (name, reason) of each that is left loose.
 
-    The prompt ends with the opener of the calls block. Other arguments are those of
-    `finwhale.text.grammar.json_schema_constraint`.
+    The prompt ends with the opener of the calls block. Other arguments, and errors of a trial, are
+    those of `finwhale.text.grammar.json_schema_constraint`.
     """
 
     def walker(grammar: CallGrammar) -> CallConstraint:
@@ -362,6 +363,7 @@ def calls_constraint(
             markers=(DSML,),
             owner=owner,
             is_plain=grammar.is_plain,
+            deadline_s=deadline_s,
         )
         return CallConstraint(inner, tokenizer)
 

@@ -75,6 +75,7 @@ def json_schema_constraint(
     vocab_size: int | None = None,
     prefix: Sequence[int] = (),
     owner: str = "",
+    deadline_s: float | None = None,
 ) -> GrammarConstraint:
     """Return a constraint to JSON that is valid under `schema`, keys in the schema's order.
 
@@ -85,9 +86,11 @@ def json_schema_constraint(
     vocab_size  rows of the model's head; default: the tokenizer's
     prefix      ids of the text's beginning, which is there already
     owner       compiled grammars are remembered for it alone (a tenant)
+    deadline_s  of time.monotonic, for trials (`grammar_trial`); 0 tries nothing
 
     Raises GrammarError for a schema that is invalid, unsatisfiable, too large or uses a keyword
-    that the library does not enforce; PrefixError; ModuleNotFoundError without the library.
+    that the library does not enforce; PrefixError; ModuleNotFoundError without the library;
+    TrialLostError and TrialLateError, which say nothing about the schema and are not remembered.
     """
     try:
         fields = json.loads(schema) if isinstance(schema, str) else schema
@@ -103,7 +106,12 @@ def json_schema_constraint(
     fields = without_texts(fields)
     if isinstance(fields, bool):
         fields = {} if fields else {"type": []}
-    settings: dict[str, Any] = {"vocab_size": vocab_size, "owner": owner, "is_plain": is_plain}
+    settings: dict[str, Any] = {
+        "vocab_size": vocab_size,
+        "owner": owner,
+        "is_plain": is_plain,
+        "deadline_s": deadline_s,
+    }
     shut = closed(fields)
     ways = [shut] if shut == fields else [shut, fields]
     *others, last = [as_json({**way, "x-guidance": style}) for way in ways for style in _STYLES]
@@ -120,11 +128,17 @@ def json_object_constraint(
     vocab_size: int | None = None,
     prefix: Sequence[int] = (),
     owner: str = "",
+    deadline_s: float | None = None,
 ) -> GrammarConstraint:
     """Return a constraint to any JSON object (JSON mode)."""
     schema = {"type": "object"}
     return json_schema_constraint(
-        tokenizer, schema, vocab_size=vocab_size, prefix=prefix, owner=owner
+        tokenizer,
+        schema,
+        vocab_size=vocab_size,
+        prefix=prefix,
+        owner=owner,
+        deadline_s=deadline_s,
     )
 
 
@@ -135,6 +149,7 @@ def regex_constraint(
     vocab_size: int | None = None,
     prefix: Sequence[int] = (),
     owner: str = "",
+    deadline_s: float | None = None,
 ) -> GrammarConstraint:
     """Return a constraint to texts that `pattern` matches from end to end.
 
@@ -145,7 +160,13 @@ def regex_constraint(
     except SchemaError as error:
         raise GrammarError(str(error)) from None
     return constraint_of(
-        tokenizer, "pattern", pattern, vocab_size=vocab_size, prefix=prefix, owner=owner
+        tokenizer,
+        "pattern",
+        pattern,
+        vocab_size=vocab_size,
+        prefix=prefix,
+        owner=owner,
+        deadline_s=deadline_s,
     )
 
 
@@ -159,6 +180,7 @@ def constraint_of(
     markers: Sequence[str] = (),
     owner: str = "",
     is_plain: bool = False,
+    deadline_s: float | None = None,
 ) -> GrammarConstraint:
     """Return the constraint of a grammar in one of the library's languages.
 
@@ -171,7 +193,9 @@ def constraint_of(
     if vocab_size < known:
         want = f"at least the tokenizer's {known}"
         raise GrammarError(f"vocab_size: got {vocab_size}, expected {want}")
-    template = _templates.get(tokenizer, kind, text, owner=owner, is_plain=is_plain)
+    template = _templates.get(
+        tokenizer, kind, text, owner=owner, is_plain=is_plain, deadline_s=deadline_s
+    )
     may_be_text = _may_be_text(tokenizer, tuple(markers))
     walker = GrammarConstraint(template.deep_copy(), tokenizer, vocab_size, may_be_text)
     walker.begin(prefix, _LABELS[kind])
@@ -291,12 +315,19 @@ class _Templates:
     """
 
     def __init__(self, max_bytes: int) -> None:
-        self.max_bytes, self.num_bytes, self.num_compiled = max_bytes, 0, 0
+        self.max_bytes, self.num_bytes = max_bytes, 0
         self._held: OrderedDict[tuple, tuple[LLMatcher | str, int]] = OrderedDict()
         self._lock = threading.Lock()
 
     def get(
-        self, tokenizer: Tokenizer, kind: str, text: str, *, owner: str, is_plain: bool
+        self,
+        tokenizer: Tokenizer,
+        kind: str,
+        text: str,
+        *,
+        owner: str,
+        is_plain: bool,
+        deadline_s: float | None,
     ) -> LLMatcher:
         """Return a matcher to copy and never to walk; raise GrammarError for a refused grammar."""
         # Texts come from clients, so a digest stands for them.
@@ -307,28 +338,29 @@ class _Templates:
             if found is not None:
                 self._held.move_to_end(key)
         if found is None:
-            found, size = self._made(tokenizer, kind, text, is_plain)
+            found, size = self._made(tokenizer, kind, text, is_plain, deadline_s)
             self._keep(key, found, size)
         if isinstance(found, str):
             raise GrammarError(found)
         return found
 
-    def clear(self) -> None:
-        """Forget everything."""
-        with self._lock:
-            self._held.clear()
-            self.num_bytes = 0
-
     def _made(
-        self, tokenizer: Tokenizer, kind: str, text: str, is_plain: bool
+        self,
+        tokenizer: Tokenizer,
+        kind: str,
+        text: str,
+        is_plain: bool,
+        deadline_s: float | None,
     ) -> tuple[LLMatcher | str, int]:
-        """Return a matcher or the words of the refusal, and the bytes to count for it."""
+        """Return a matcher or the words of the refusal, and the bytes to count for it.
+
+        What a trial says of the machine, TrialLostError or TrialLateError, passes through.
+        """
         vocabulary = _vocabulary(tokenizer)
-        self.num_compiled += 1
         size = _TEMPLATE_BYTES + _BYTES_PER_CHARACTER * len(text)
         try:
             if not is_plain:
-                size = max(size, _trial(tokenizer).run(kind, text))
+                size = max(size, _trial(tokenizer).run(kind, text, deadline_s=deadline_s))
             matcher = matcher_of(vocabulary, kind, text)
         except TrialError as error:
             return f"{_LABELS[kind]}: {_in_words(error)}", _TEMPLATE_BYTES
@@ -387,6 +419,11 @@ def _vocabulary(tokenizer: Tokenizer) -> LLTokenizer:
 @functools.lru_cache(maxsize=4)
 def _trial(tokenizer: Tokenizer) -> Trial:
     return Trial(tokenizer.raw.to_str(), vocab_size=tokenizer.vocab_size, eos_id=tokenizer.eos_id)
+
+
+def end_trials(tokenizer: Tokenizer) -> None:
+    """End the process that tries this tokenizer's grammars; the next trial starts another."""
+    _trial(tokenizer).close()
 
 
 @functools.lru_cache(maxsize=8)

@@ -10,7 +10,9 @@ Source: llguidance 1.9.1; shared/attack.md [7].
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import os
 import random
 import select
@@ -21,7 +23,7 @@ import threading
 import time
 import weakref
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -43,8 +45,25 @@ _TRIED_STEPS = 16
 _START_SECONDS = 60.0
 
 
+_END_SECONDS = 10.0
+_NO_START = "the process that tries grammars does not start"
+_LATE = "the grammars of this request were not tried in time"
+# How a child ends at its limits: of time, of memory (abort), of the stack.
+_LIMIT_CODES = frozenset(
+    {-signal.SIGPROF, -signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL}
+)
+
+
 class TrialError(ValueError):
     """A grammar that the library refuses, or that would take too much."""
+
+
+class TrialLostError(RuntimeError):
+    """A trial that the machine did not carry out; it says nothing about the grammar."""
+
+
+class TrialLateError(RuntimeError):
+    """A trial that was not carried out by its deadline."""
 
 
 def vocabulary_of(tokenizer_json: str, *, vocab_size: int, eos_id: int) -> LLTokenizer:
@@ -114,65 +133,154 @@ class Trial:
         }
         self._limits = f"{cpu_seconds:g} s of processor time or {memory_bytes >> 20} MiB"
         self._lock = threading.Lock()
+        self._is_ready, self._started_s = False, 0.0
         # The child, if there is one; it ends with this object, or with the process.
         self._children: list[subprocess.Popen[bytes]] = []
         weakref.finalize(self, _end, self._children)
 
-    def run(self, kind: str, text: str) -> int:
-        """Try a grammar; return the bytes that it took. Raises TrialError. Any thread may call."""
-        with self._lock:
-            # A child that was lost between two trials says nothing about a grammar.
-            if self._children and self._children[0].poll() is not None:
-                _end(self._children)
-            if not self._children:
-                self._start()
-            reply = self._ask({"kind": kind, "text": text}, WALL_SECONDS)
-            if reply is None:
-                _end(self._children)
-                raise TrialError(f"compiling takes more than {self._limits}; simplify it")
+    def run(self, kind: str, text: str, *, deadline_s: float | None = None) -> int:
+        """Try a grammar; return the bytes that it took. Any thread may call.
+
+        deadline_s  of time.monotonic; what is not tried by then is given up
+
+        Raises TrialError for a grammar that is refused, TrialLostError where the child does not
+        start or is lost for a reason of its own, TrialLateError behind the deadline.
+        """
+        left = math.inf if deadline_s is None else deadline_s - time.monotonic()
+        timeout = min(left, threading.TIMEOUT_MAX)
+        if left <= 0 or not self._lock.acquire(timeout=timeout):
+            raise TrialLateError(_LATE)
+        try:
+            self._make_ready(deadline_s)
+            reply = self._ask({"kind": kind, "text": text}, deadline_s)
+        except (TrialError, TrialLateError):
+            # The child that they leave is a sound one.
+            raise
+        except BaseException:
+            _end(self._children)
+            raise
+        finally:
+            self._lock.release()
         if reply["error"] is not None:
             raise TrialError(reply["error"])
         return reply["bytes"]
 
     def close(self) -> None:
-        """End the child."""
+        """End the child; a trial that waits for it raises TrialLostError. Another may be started."""
+        for child in list(self._children):
+            child.kill()
         with self._lock:
             _end(self._children)
 
     def _start(self) -> None:
-        child = subprocess.Popen(
-            [sys.executable, "-P", str(Path(__file__))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            # A Ctrl-C is for the server, which lets running answers end.
-            start_new_session=True,
-        )
-        self._children.append(child)
-        if self._ask(self._start_line, _START_SECONDS) is None:
-            _end(self._children)
-            raise TrialError("the process that tries grammars does not start")
-
-    def _ask(self, message: dict, seconds: float) -> dict | None:
-        """Return the child's answer; None where it is lost or late."""
-        child = self._children[0]
-        assert child.stdin is not None
-        assert child.stdout is not None
+        """Start a child and tell it the tokenizer; its answer comes later."""
+        self._is_ready, self._started_s = False, time.monotonic()
         try:
-            child.stdin.write(json.dumps(message).encode() + b"\n")
-            child.stdin.flush()
+            child = subprocess.Popen(
+                [sys.executable, "-P", str(Path(__file__))],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                bufsize=0,
+                # A Ctrl-C is for the server, which lets running answers end.
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise TrialLostError(f"{_NO_START} ({error.strerror or error})") from None
+        self._children.append(child)
+        assert child.stdin is not None
+        os.set_blocking(child.stdin.fileno(), False)
+        try:
+            is_sent = _send(child, self._start_line, self._started_s + _START_SECONDS)
+        except TimeoutError:
+            is_sent = False
+        if not is_sent:
+            _end(self._children)
+            raise TrialLostError(_NO_START)
+
+    def _make_ready(self, deadline_s: float | None) -> None:
+        """Wait for a child that has read the tokenizer; it goes on starting behind a deadline."""
+        # A child that was lost between two trials says nothing about a grammar.
+        if self._children and self._children[0].poll() is not None:
+            _end(self._children)
+        if not self._children:
+            self._start()
+        if self._is_ready:
+            return
+        last_s = self._started_s + _START_SECONDS
+        try:
+            line = _line(self._children[0], _earlier(last_s, deadline_s))
+        except TimeoutError:
+            if time.monotonic() < last_s:
+                raise TrialLateError(_LATE) from None
+            line = None
+        if line is None:
+            raise TrialLostError(_NO_START)
+        self._is_ready = True
+
+    def _ask(self, message: dict, deadline_s: float | None) -> dict:
+        """Return the child's answer; the errors are those of `run`."""
+        child, last_s = self._children[0], time.monotonic() + WALL_SECONDS
+        limit_s = _earlier(last_s, deadline_s)
+        try:
+            line = _line(child, limit_s) if _send(child, message, limit_s) else None
+        except TimeoutError:
+            _end(self._children)
+            if limit_s < last_s:
+                raise TrialLateError(_LATE) from None
+            raise TrialLostError(f"a trial took longer than {WALL_SECONDS:g} s") from None
+        if line is not None:
+            return json.loads(line)
+        # The pipes of a child close with its end.
+        code = child.wait(_END_SECONDS)
+        _end(self._children)
+        if code not in _LIMIT_CODES:
+            raise TrialLostError(f"the process that tries grammars ended with code {code}")
+        # The next one starts while nobody waits for it.
+        with contextlib.suppress(TrialLostError):
+            self._start()
+        raise TrialError(f"compiling takes more than {self._limits}; simplify it")
+
+
+def _earlier(last_s: float, deadline_s: float | None) -> float:
+    return last_s if deadline_s is None else min(last_s, deadline_s)
+
+
+def _wait(pipe: IO[bytes], event: int, limit_s: float) -> None:
+    """Wait until a pipe is ready; raise TimeoutError behind `limit_s` of time.monotonic."""
+    # Not select, which refuses descriptors above 1023.
+    poll = select.poll()
+    poll.register(pipe.fileno(), event)
+    if not poll.poll(1000 * max(0.0, limit_s - time.monotonic())):
+        raise TimeoutError
+
+
+def _send(child: subprocess.Popen[bytes], message: dict, limit_s: float) -> bool:
+    """Write a line to the child; return False where it is gone."""
+    assert child.stdin is not None
+    left = memoryview(json.dumps(message).encode() + b"\n")
+    while left:
+        _wait(child.stdin, select.POLLOUT, limit_s)
+        try:
+            left = left[os.write(child.stdin.fileno(), left) :]
+        except BlockingIOError:
+            continue
         except OSError:
+            return False
+    return True
+
+
+def _line(child: subprocess.Popen[bytes], limit_s: float) -> bytes | None:
+    """Return the next line of the child; None where it is gone."""
+    assert child.stdout is not None
+    line = b""
+    while not line.endswith(b"\n"):
+        _wait(child.stdout, select.POLLIN, limit_s)
+        piece = os.read(child.stdout.fileno(), 1 << 16)
+        if not piece:
             return None
-        line, deadline = b"", time.monotonic() + seconds
-        while not line.endswith(b"\n"):
-            left = max(0.0, deadline - time.monotonic())
-            if not select.select([child.stdout], [], [], left)[0]:
-                return None
-            piece = os.read(child.stdout.fileno(), 1 << 16)
-            if not piece:
-                return None
-            line += piece
-        return json.loads(line)
+        line += piece
+    return line
 
 
 def _end(children: list[subprocess.Popen[bytes]]) -> None:
@@ -182,7 +290,9 @@ def _end(children: list[subprocess.Popen[bytes]]) -> None:
         child.wait()
         for pipe in (child.stdin, child.stdout):
             if pipe is not None:
-                pipe.close()
+                # Closing writes what is left in a buffer, and nobody reads it.
+                with contextlib.suppress(OSError):
+                    pipe.close()
 
 
 def _bytes(column: int) -> int | None:
@@ -235,10 +345,17 @@ def _serve() -> None:
         used = _bytes(0)
         if used is not None:
             room = used + fields["memory_bytes"] + len(line)
-            resource.setrlimit(resource.RLIMIT_AS, (room, resource.RLIM_INFINITY))
+            # A hard limit can be lowered alone, and the soft one is never above it.
+            hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+            soft = room if hard == resource.RLIM_INFINITY else min(room, hard)
+            resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
         # The signal has no handler, so it ends the process inside the library, too.
         signal.setitimer(signal.ITIMER_PROF, fields["cpu_seconds"])
-        reply = _tried(vocabulary, message["kind"], message["text"])
+        try:
+            reply = _tried(vocabulary, message["kind"], message["text"])
+        except BaseException:
+            # Memory that Python asked for; the library's own requests abort by themselves.
+            os.abort()
         signal.setitimer(signal.ITIMER_PROF, 0)
         _answer(reply)
 

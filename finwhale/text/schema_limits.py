@@ -260,7 +260,43 @@ def closed(schema: Any) -> Any:
         has_parts = bool(_PARTS & node.keys())
         if has_parts or (keys > {"$ref"}) or ("properties" in node and keys & {"anyOf", "oneOf"}):
             return schema
+        if "oneOf" in node and not _are_told_apart(node["oneOf"], schema):
+            return schema
     return _closed(schema)
+
+
+def _are_told_apart(branches: Any, root: Any) -> bool:
+    """Return whether a text of a required property excludes all branches but one.
+
+    Only then does a closed branch exclude as much as an open one: {"a": 1, "b": 2} may follow two
+    open branches, and so none of `oneOf`, and one alone where the other is closed.
+    """
+    tables = [_texts_of(branch, root) for branch in _list(branches)]
+    if not tables:
+        return False
+    return any(
+        all(name in table for table in tables)
+        and len(set().union(*(table[name] for table in tables)))
+        == sum(len(table[name]) for table in tables)
+        for name in tables[0]
+    )
+
+
+def _texts_of(branch: Any, root: Any) -> dict[str, set[str]]:
+    """Return {required property: its possible values} for those whose values are listed texts."""
+    if isinstance(branch, dict) and branch.keys() == {"$ref"} and isinstance(branch["$ref"], str):
+        branch = _target(root, branch["$ref"])
+    # An object alone: of other types the properties demand nothing.
+    if not isinstance(branch, dict) or branch.get("type") != "object":
+        return {}
+    properties, found = branch.get("properties"), {}
+    for name in _list(branch.get("required")):
+        schema = properties.get(name) if isinstance(properties, dict) else None
+        if isinstance(name, str) and isinstance(schema, dict):
+            values = [schema["const"]] if "const" in schema else _list(schema.get("enum"))
+            if values and all(isinstance(value, str) for value in values):
+                found[name] = set(values)
+    return found
 
 
 def _closed(schema: Any, *, is_table: bool = False) -> Any:

@@ -125,7 +125,7 @@ def test_without_the_library_the_first_line_is_forced_and_a_note_says_so(
 ):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     grammar._vocabulary.cache_clear()
-    grammar._templates.clear()
+    monkeypatch.setattr(grammar, "_templates", grammar._Templates(grammar.MAX_CACHE_BYTES))
     request = ChatRequest(messages=USER, tools=[WEATHER], tool_choice="required", thinking=False)
     prepared = preparer.chat(request)
     assert any("llguidance" in note for note in prepared.notes)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from finwhale.engine.request import Constraint
-from finwhale.text import grammar
+from finwhale.text import grammar, grammar_trial
 from finwhale.text.grammar import (
     GrammarError,
     json_object_constraint,
@@ -299,35 +299,52 @@ def test_patterns_that_cannot_be_followed_are_refused(small, pattern):
         regex_constraint(small, pattern)
 
 
-def test_grammar_is_compiled_once_for_each_owner(small):
+@pytest.fixture
+def compiled(monkeypatch) -> list[str]:
+    """The texts of the grammars that are compiled from here on."""
+    found: list[str] = []
+
+    def counted(vocabulary, kind, text):
+        found.append(text)
+        return grammar_trial.matcher_of(vocabulary, kind, text)
+
+    monkeypatch.setattr(grammar, "matcher_of", counted)
+    return found
+
+
+def test_grammar_is_compiled_once_for_each_owner(small, compiled):
     json_schema_constraint(small, SCHEMA, owner="a")
-    compiled = grammar._templates.num_compiled
+    num = len(compiled)
     json_schema_constraint(small, json.dumps(SCHEMA), owner="a")
-    assert grammar._templates.num_compiled == compiled
+    assert len(compiled) == num
     json_schema_constraint(small, {**SCHEMA, "required": ["colour"]}, owner="a")
-    assert grammar._templates.num_compiled == compiled + 1
+    assert len(compiled) == num + 1
     # The time of the answer would tell a tenant what another one has compiled.
     json_schema_constraint(small, SCHEMA, owner="b")
-    assert grammar._templates.num_compiled == compiled + 2
+    assert len(compiled) == num + 2
 
 
-def test_a_refusal_is_remembered_like_a_grammar(small):
-    for _ in range(2):
+def test_a_refusal_is_remembered_like_a_grammar(small, monkeypatch):
+    runs, run = [], grammar_trial.Trial.run
+
+    def counted(self, kind, text, **more):
+        runs.append(text)
+        return run(self, kind, text, **more)
+
+    monkeypatch.setattr(grammar_trial.Trial, "run", counted)
+    for _ in range(3):
         with pytest.raises(GrammarError):
             regex_constraint(small, "once(", owner="c")
-    compiled = grammar._templates.num_compiled
-    with pytest.raises(GrammarError):
-        regex_constraint(small, "once(", owner="c")
-    assert grammar._templates.num_compiled == compiled
+    assert runs == ["once("]
 
 
-def test_what_is_remembered_stays_within_its_bytes(small, monkeypatch):
+def test_what_is_remembered_stays_within_its_bytes(small, monkeypatch, compiled):
     held = grammar._Templates(400_000)
     monkeypatch.setattr(grammar, "_templates", held)
     for number in range(60):
         json_schema_constraint(small, {"const": f"{number}" * 20})
         assert 0 < held.num_bytes <= held.max_bytes
-    assert held.num_compiled == 60
+    assert len(compiled) == 60
     before = held.num_bytes
     # One that would push out most of the others is not kept.
     json_schema_constraint(small, {"enum": [f"{number:09}" for number in range(900)]})
@@ -337,7 +354,7 @@ def test_what_is_remembered_stays_within_its_bytes(small, monkeypatch):
 def test_missing_library_is_named(small, monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     grammar._vocabulary.cache_clear()
-    grammar._templates.clear()
+    monkeypatch.setattr(grammar, "_templates", grammar._Templates(grammar.MAX_CACHE_BYTES))
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'finwhale\[grammar\]'") as caught:
         json_object_constraint(small)
     assert caught.value.name == "llguidance"
