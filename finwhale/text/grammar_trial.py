@@ -166,7 +166,7 @@ class Trial:
         return reply["bytes"]
 
     def close(self) -> None:
-        """End the child; a trial that waits for it raises TrialLostError. Another may be started."""
+        """End the child; a trial that waits for it raises TrialLostError. The next starts one."""
         for child in list(self._children):
             child.kill()
         with self._lock:

@@ -260,18 +260,18 @@ def closed(schema: Any) -> Any:
         has_parts = bool(_PARTS & node.keys())
         if has_parts or (keys > {"$ref"}) or ("properties" in node and keys & {"anyOf", "oneOf"}):
             return schema
-        if "oneOf" in node and not _are_told_apart(node["oneOf"], schema):
+        if "oneOf" in node and not _are_told_apart(node["oneOf"]):
             return schema
     return _closed(schema)
 
 
-def _are_told_apart(branches: Any, root: Any) -> bool:
+def _are_told_apart(branches: Any) -> bool:
     """Return whether a text of a required property excludes all branches but one.
 
     Only then does a closed branch exclude as much as an open one: {"a": 1, "b": 2} may follow two
     open branches, and so none of `oneOf`, and one alone where the other is closed.
     """
-    tables = [_texts_of(branch, root) for branch in _list(branches)]
+    tables = [_texts_of(branch) for branch in _list(branches)]
     if not tables:
         return False
     return any(
@@ -282,10 +282,8 @@ def _are_told_apart(branches: Any, root: Any) -> bool:
     )
 
 
-def _texts_of(branch: Any, root: Any) -> dict[str, set[str]]:
+def _texts_of(branch: Any) -> dict[str, set[str]]:
     """Return {required property: its possible values} for those whose values are listed texts."""
-    if isinstance(branch, dict) and branch.keys() == {"$ref"} and isinstance(branch["$ref"], str):
-        branch = _target(root, branch["$ref"])
     # An object alone: of other types the properties demand nothing.
     if not isinstance(branch, dict) or branch.get("type") != "object":
         return {}
