@@ -70,12 +70,18 @@ class GrammarQueue:
             async with turn:
                 self._check_open()
                 loop = asyncio.get_running_loop()
-                return await loop.run_in_executor(self._thread, self._tried, plan)
+                try:
+                    future = loop.run_in_executor(self._thread, self._tried, plan)
+                except RuntimeError:
+                    # Another thread has closed the queue since the check.
+                    raise _closed() from None
+                return await future
 
     def close(self) -> None:
         """Refuse those that wait, and end the trial that runs."""
         self._is_closed = True
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        # Those that wait still run, to be refused: a cancelled one would cancel its caller.
+        self._thread.shutdown(wait=False)
         end_trials(self._preparer.tokenizer)
 
     @contextlib.contextmanager
@@ -104,7 +110,7 @@ class GrammarQueue:
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise OverloadedError("the server is shutting down", code="unavailable")
+            raise _closed()
 
     def _tried(self, plan: Plan) -> Prepared:
         """Prepare in the thread, within the budget."""
@@ -121,6 +127,10 @@ class GrammarQueue:
             # One that was started after `close` would stay.
             if self._is_closed:
                 end_trials(self._preparer.tokenizer)
+
+
+def _closed() -> OverloadedError:
+    return OverloadedError("the server is shutting down", code="unavailable")
 
 
 def _busy(reason: str) -> OverloadedError:

@@ -318,9 +318,13 @@ def test_closing_the_service_ends_a_trial_that_runs(small, service):
         task = asyncio.create_task(service.chat(chat(COSTLY)))
         while not grammar._trial(small)._lock.locked():
             await asyncio.sleep(0.01)
+        behind = asyncio.create_task(service.chat(chat(COSTLY, tenant="other")))
+        while "other" not in service.grammar_queue._tenants:
+            await asyncio.sleep(0.01)
         await asyncio.to_thread(service.close, grace_s=0.0)
-        with pytest.raises(OverloadedError):
-            await asyncio.wait_for(task, 4)
+        for each in (task, behind):
+            with pytest.raises(OverloadedError):
+                await asyncio.wait_for(each, 4)
 
     asyncio.run(main())
     assert child.poll() is not None
