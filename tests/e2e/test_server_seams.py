@@ -22,6 +22,7 @@ from tests.scripted_engine import (
     running,
 )
 
+FUNCTION = {"name": "f", "input_schema": {"type": "object"}}
 SEARCH = {"type": "web_search_20250305", "name": "web_search"}
 
 
