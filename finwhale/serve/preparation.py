@@ -12,13 +12,16 @@ from dataclasses import dataclass
 
 from finwhale.config.server import ServerConfig
 from finwhale.engine.request import Constraint, RequestError, SamplingParams
-from finwhale.serve.errors import InvalidRequestError
+from finwhale.serve.errors import InvalidRequestError, OverloadedError
 from finwhale.serve.generation import ChatReader, ChoiceReader, TextReader
 from finwhale.serve.output_constraints import call_constraint, format_constraint
 from finwhale.serve.planning import ChatRequest, CompletionRequest, Plan, Planner, refusal
-from finwhale.text.grammar import GrammarError
+from finwhale.text.grammar import GrammarError, GrammarUnavailableError, trial_budget
 from finwhale.text.output_parser import OutputParser
 from finwhale.text.tokenizer import Tokenizer
+
+# Wall time for all grammars of one request; what was compiled is remembered, so a retry goes on.
+TRIALS_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,9 +68,15 @@ class Preparer:
         return self.prepared(self.planner.text(request))
 
     def prepared(self, plan: Plan) -> Prepared:
-        """Return what the engine is given for a plan; raise InvalidRequestError as `chat` does."""
+        """Return what the engine is given for a plan; raise InvalidRequestError as `chat` does.
+
+        Raises OverloadedError where a grammar could not be tried.
+        """
         try:
-            return self._prepared(plan)
+            with trial_budget(TRIALS_S):
+                return self._prepared(plan)
+        except GrammarUnavailableError as error:
+            raise OverloadedError(str(error), code="grammars", retry_after_s=1) from None
         except (RequestError, GrammarError) as error:
             raise refusal(error) from None
         except ModuleNotFoundError as error:

@@ -32,6 +32,7 @@ from finwhale.serve.bodies import BodyRoom
 from finwhale.serve.cache_figures import cache_figures
 from finwhale.serve.errors import ServeError
 from finwhale.serve.generation import Generation, Usage
+from finwhale.serve.grammar_queue import GrammarQueue
 from finwhale.serve.metrics import Gauges, Metrics
 from finwhale.serve.planning import ChatRequest, CompletionRequest, Plan
 from finwhale.serve.preparation import Preparer
@@ -67,6 +68,7 @@ class Service:
         self.preparer = Preparer(
             tokenizer, self.config, vocab_size=vocab_size, context_tokens=context_tokens
         )
+        self.grammars = GrammarQueue(self.preparer)
         self.reader = BodyReader(self.preparer.planner, timeout_s=self.config.body_timeout_s)
         self._engine_gauges = gauges
         self.body_room = BodyRoom(self.config)
@@ -117,6 +119,7 @@ class Service:
     def close(self, *, grace_s: float | None = None) -> None:
         """Refuse new requests, let running ones end within the grace time, and stop. Blocks."""
         self.reader.close()
+        self.grammars.close()
         self.worker.close(grace_s=self.config.shutdown_grace_s if grace_s is None else grace_s)
 
     async def chat(self, request: ChatRequest, *, request_id: str | None = None) -> Generation:
@@ -142,7 +145,7 @@ class Service:
         """
         started_s = time.perf_counter() if started_s is None else started_s
         request_id = request_id or new_id("chatcmpl-" if plan.reads_chat else "cmpl-")
-        prepared = await asyncio.to_thread(self.preparer.prepared, plan)
+        prepared = await self.grammars.prepared(plan)
         loop = asyncio.get_running_loop()
         messages: asyncio.Queue[Message] = asyncio.Queue()
 

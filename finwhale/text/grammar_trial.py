@@ -10,10 +10,11 @@ Source: llguidance 1.9.1; shared/attack.md [7].
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
-import select
+import selectors
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ import threading
 import time
 import weakref
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -33,7 +34,8 @@ STEP_MAX_ITEMS = 50_000
 MAX_ROW_ITEMS = 8_000
 MAX_LEXER_STATES = 20_000
 MAX_GRAMMAR_SIZE = 200_000
-# Of one trial. Wall time counts too, on a machine that is busy with other things.
+# Of one trial. Wall time counts too, on a machine that is busy with other things; what ends by it
+# says nothing about the grammar.
 CPU_SECONDS = 1.0
 WALL_SECONDS = 20.0
 MEMORY_BYTES = 256 << 20
@@ -43,8 +45,16 @@ _TRIED_STEPS = 16
 _START_SECONDS = 60.0
 
 
+# How a child ends that has used its time, its memory or its stack.
+_SPENT_SIGNALS = {-signal.SIGPROF, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT}
+
+
 class TrialError(ValueError):
     """A grammar that the library refuses, or that would take too much."""
+
+
+class TrialLostError(RuntimeError):
+    """A trial without an outcome: no child, a child that something else ended, or no time left."""
 
 
 def vocabulary_of(tokenizer_json: str, *, vocab_size: int, eos_id: int) -> LLTokenizer:
@@ -118,18 +128,32 @@ class Trial:
         self._children: list[subprocess.Popen[bytes]] = []
         weakref.finalize(self, _end, self._children)
 
-    def run(self, kind: str, text: str) -> int:
-        """Try a grammar; return the bytes that it took. Raises TrialError. Any thread may call."""
-        with self._lock:
+    def run(self, kind: str, text: str, *, seconds: float = WALL_SECONDS) -> int:
+        """Try a grammar; return the bytes that it took. Any thread may call.
+
+        seconds  wall time for it, waiting for other trials included
+
+        Raises TrialError, and TrialLostError where there was no outcome.
+        """
+        deadline = time.monotonic() + seconds
+        if seconds <= 0 or not self._lock.acquire(timeout=seconds):
+            raise TrialLostError("other grammars are being tried; ask again")
+        try:
             # A child that was lost between two trials says nothing about a grammar.
             if self._children and self._children[0].poll() is not None:
                 _end(self._children)
             if not self._children:
                 self._start()
-            reply = self._ask({"kind": kind, "text": text}, WALL_SECONDS)
+            left = max(0.0, deadline - time.monotonic())
+            reply = self._ask({"kind": kind, "text": text}, left)
             if reply is None:
-                _end(self._children)
-                raise TrialError(f"compiling takes more than {self._limits}; simplify it")
+                self._lose()
+        except BaseException:
+            # Whatever it has half read or half written, the next trial has a child of its own.
+            _end(self._children)
+            raise
+        finally:
+            self._lock.release()
         if reply["error"] is not None:
             raise TrialError(reply["error"])
         return reply["bytes"]
@@ -139,19 +163,30 @@ class Trial:
         with self._lock:
             _end(self._children)
 
+    def _lose(self) -> NoReturn:
+        """Raise what the end of the child says: its limits, or something else."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            # It ends a moment after its pipe; one that is only late goes on.
+            code = self._children[0].wait(0.5)
+            if code > 0 or code in _SPENT_SIGNALS:
+                raise TrialError(f"compiling takes more than {self._limits}; simplify it")
+        raise TrialLostError("the process that tries grammars was ended or is late; ask again")
+
     def _start(self) -> None:
-        child = subprocess.Popen(
-            [sys.executable, "-P", str(Path(__file__))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            # A Ctrl-C is for the server, which lets running answers end.
-            start_new_session=True,
-        )
+        try:
+            child = subprocess.Popen(
+                [sys.executable, "-P", str(Path(__file__))],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                # A Ctrl-C is for the server, which lets running answers end.
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise TrialLostError(f"the process that tries grammars: {error}") from None
         self._children.append(child)
         if self._ask(self._start_line, _START_SECONDS) is None:
-            _end(self._children)
-            raise TrialError("the process that tries grammars does not start")
+            raise TrialLostError("the process that tries grammars does not start")
 
     def _ask(self, message: dict, seconds: float) -> dict | None:
         """Return the child's answer; None where it is lost or late."""
@@ -164,14 +199,16 @@ class Trial:
         except OSError:
             return None
         line, deadline = b"", time.monotonic() + seconds
-        while not line.endswith(b"\n"):
-            left = max(0.0, deadline - time.monotonic())
-            if not select.select([child.stdout], [], [], left)[0]:
-                return None
-            piece = os.read(child.stdout.fileno(), 1 << 16)
-            if not piece:
-                return None
-            line += piece
+        # Not select, which takes no descriptor above 1,023, and a server has many connections.
+        with selectors.DefaultSelector() as selector:
+            selector.register(child.stdout, selectors.EVENT_READ)
+            while not line.endswith(b"\n"):
+                if not selector.select(max(0.0, deadline - time.monotonic())):
+                    return None
+                piece = os.read(child.stdout.fileno(), 1 << 16)
+                if not piece:
+                    return None
+                line += piece
         return json.loads(line)
 
 
@@ -181,8 +218,10 @@ def _end(children: list[subprocess.Popen[bytes]]) -> None:
         child.kill()
         child.wait()
         for pipe in (child.stdin, child.stdout):
-            if pipe is not None:
-                pipe.close()
+            # What it did not read is flushed into a broken pipe.
+            with contextlib.suppress(OSError):
+                if pipe is not None:
+                    pipe.close()
 
 
 def _bytes(column: int) -> int | None:
@@ -235,7 +274,10 @@ def _serve() -> None:
         used = _bytes(0)
         if used is not None:
             room = used + fields["memory_bytes"] + len(line)
-            resource.setrlimit(resource.RLIMIT_AS, (room, resource.RLIM_INFINITY))
+            hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+            # A limit that the system has set may not be raised.
+            soft = room if hard == resource.RLIM_INFINITY else min(room, hard)
+            resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
         # The signal has no handler, so it ends the process inside the library, too.
         signal.setitimer(signal.ITIMER_PROF, fields["cpu_seconds"])
         reply = _tried(vocabulary, message["kind"], message["text"])

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import gc
 import json
+import os
+import resource
+import subprocess
+import sys
 import threading
 import time
 
@@ -12,11 +16,13 @@ import pytest
 from finwhale.text import grammar, grammar_trial
 from finwhale.text.grammar import (
     GrammarError,
+    GrammarUnavailableError,
     PrefixError,
     json_object_constraint,
     json_schema_constraint,
     regex_constraint,
 )
+from finwhale.text.grammar_trial import TrialError, TrialLostError, matcher_of
 from finwhale.text.schema_limits import (
     MAX_LEVELS,
     SchemaError,
@@ -183,9 +189,8 @@ def test_a_later_failure_says_why_and_leaves_other_walkers(small):
     assert other.mask().any()
 
 
-def test_other_threads_run_while_a_grammar_is_compiled_and_walked(small):
-    """The library lets go of Python's lock; a bound far above what is seen, far below a hang."""
-    grammar._templates.clear()
+def share_of_longest_gap(work) -> float:
+    """The longest time that another thread did not run, as a share of the time that `work` took."""
     gaps, is_over = [0.0], threading.Event()
 
     def tick() -> None:
@@ -198,11 +203,21 @@ def test_other_threads_run_while_a_grammar_is_compiled_and_walked(small):
 
     thread = threading.Thread(target=tick)
     thread.start()
-    names = [f"p{i}" for i in range(5000)]
-    json_schema_constraint(small, strings(5000, required=names))
+    begun = time.perf_counter()
+    work()
+    seconds = time.perf_counter() - begun
     is_over.set()
     thread.join()
-    assert max(gaps) < 0.5
+    return max(gaps) / seconds
+
+
+def test_other_threads_run_while_a_grammar_is_compiled(small):
+    """The library lets go of Python's lock; the control, one call that keeps it, does not."""
+    vocabulary = grammar._vocabulary(small)
+    text = json.dumps(strings(5000, required=[f"p{i}" for i in range(5000)]))
+    numbers = [i * 7919 % 1_000_003 for i in range(1_500_000)]
+    assert share_of_longest_gap(lambda: sorted(numbers)) > 0.7
+    assert share_of_longest_gap(lambda: matcher_of(vocabulary, "schema", text)) < 0.7
 
 
 def test_a_mask_that_does_not_come_ends_its_own_walk(small, monkeypatch):
@@ -274,3 +289,110 @@ def test_a_trials_child_ends_with_its_trial(small):
     del trial
     gc.collect()
     assert child.poll() is not None
+
+
+def trial_of(tokenizer: Tokenizer) -> grammar_trial.Trial:
+    return grammar_trial.Trial(
+        tokenizer.raw.to_str(), vocab_size=tokenizer.vocab_size, eos_id=tokenizer.eos_id
+    )
+
+
+def test_a_trial_works_with_more_descriptors_than_select_takes(small):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
+    held = [os.dup(0) for _ in range(1100)]
+    trial = trial_of(small)
+    try:
+        assert max(held) > 1023
+        assert trial.run("pattern", "^[a-z]{3}$") >= 0
+    finally:
+        trial.close()
+        for descriptor in held:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_trial_works_under_a_limit_that_may_not_be_raised(small):
+    program = (
+        "import resource, sys\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))\n"
+        "from finwhale.text.grammar_trial import Trial\n"
+        "source = sys.stdin.read()\n"
+        f"trial = Trial(source, vocab_size={small.vocab_size}, eos_id={small.eos_id})\n"
+        "assert trial.run('pattern', '^[a-z]{3}$') >= 0\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    subprocess.run(
+        [sys.executable, "-c", program],
+        input=small.raw.to_str().encode(),
+        env=environment,
+        check=True,
+        timeout=60,
+    )
+
+
+def test_what_ends_the_child_from_outside_says_nothing_about_a_grammar(small, monkeypatch):
+    """It is not remembered, and the next try is served."""
+    pattern = "(ab|cd){1,7}e"
+    ask = grammar_trial.Trial._ask
+
+    def killed(self, message, seconds):
+        if "kind" in message:
+            self._children[0].kill()
+        return ask(self, message, seconds)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(grammar_trial.Trial, "_ask", killed)
+        with pytest.raises(GrammarUnavailableError, match=r"^pattern: .*ask again"):
+            regex_constraint(small, pattern)
+    assert regex_constraint(small, pattern).mask().any()
+
+
+def test_a_child_that_cannot_be_started_says_nothing_about_a_grammar(small, monkeypatch):
+    def no_memory(*_, **__):
+        raise OSError(12, "Cannot allocate memory")
+
+    pattern = "(ab|cd){1,8}e"
+    grammar._trial(small).close()
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", no_memory)
+        with pytest.raises(GrammarUnavailableError, match="Cannot allocate memory"):
+            regex_constraint(small, pattern)
+    assert regex_constraint(small, pattern).mask().any()
+
+
+def test_a_limit_of_the_child_is_remembered_and_a_late_one_is_not(small):
+    trial = trial_of(small)
+    heavy = json.dumps(
+        {"allOf": [{"type": "string", "pattern": f".*a.{{{n}}}"} for n in range(30)]}
+    )
+    with pytest.raises(TrialError, match="compiling takes more than"):
+        trial.run("schema", heavy)
+    with pytest.raises(TrialLostError):
+        trial.run("schema", heavy, seconds=0.01)
+    assert trial.run("pattern", "a+") >= 0
+    trial.close()
+
+
+def test_all_trials_of_a_request_share_its_time(small):
+    with grammar.trial_budget(0.0), pytest.raises(GrammarUnavailableError):
+        regex_constraint(small, "(ab|cd){1,9}e")
+    assert regex_constraint(small, "(ab|cd){1,9}e").mask().any()
+
+
+def test_values_of_overlapping_branches_are_not_served_as_one_of_them(small):
+    """{"a": 1, "b": 2} fits both open branches, so oneOf forbids it (by hand)."""
+    number = {"type": "integer"}
+    schema = {
+        "oneOf": [
+            {"type": "object", "properties": {"a": number}, "required": ["a"]},
+            {"type": "object", "properties": {"a": number, "b": number}, "required": ["a", "b"]},
+        ]
+    }
+    try:
+        walker = json_schema_constraint(small, schema)
+    except GrammarError:
+        return
+    with pytest.raises(GrammarError):
+        for token in [*small.encode('{"a": 1, "b": 2}'), small.eos_id]:
+            walker.advance(token)
