@@ -68,7 +68,7 @@ def test_others_do_not_wait_and_the_bounds_are_of_all_and_of_a_tenant(monkeypatc
         waiting[0].cancel()
         slow.free.set()
         done = await asyncio.gather(*waiting, return_exceptions=True)
-        assert [plan for plan in done[1:]] == [FORMED] * 5 + [other] * 3
+        assert list(done[1:]) == [FORMED] * 5 + [other] * 3
         await asyncio.sleep(0.05)
         assert not queue._num_waiting
         assert await queue.prepared(FORMED) is FORMED
