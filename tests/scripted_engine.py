@@ -149,7 +149,9 @@ class ScriptedEngine:
             try:
                 said.constraint.advance(token)
             except ValueError as error:
-                self._end(said, "error", error=str(error), fault="request")
+                # A token that the mask forbids is this engine's own fault.
+                fault = "request" if isinstance(error, RequestError) else "engine"
+                self._end(said, "error", error=str(error), fault=fault)
                 return
         said.num_told += 1
         asked = said.params

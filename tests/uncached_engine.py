@@ -11,6 +11,7 @@ Source: spec/backbone.md sections 3 to 5.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -132,7 +133,8 @@ def expected(model: Backbone, prompt, tokens, params, *, seed=0, kernels="numba"
     """
     logits = uncached(model, [*prompt, *tokens[:-1]], kernels)[len(prompt) - 1 :]
     drawn = [
-        draw(row, params, seed=seed, index=n, drawn=tokens[:n]) for n, row in enumerate(logits)
+        draw(row, params, seed=seed, index=n, drawn=Counter(tokens[:n]))
+        for n, row in enumerate(logits)
     ]
     return token_logprobs(logits, drawn, params.top_logprobs)
 

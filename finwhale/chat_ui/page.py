@@ -104,14 +104,14 @@ def page_routes(
         return json_response(_model_facts(service, bytes_per_token, comparison))
 
     async def tool(exchange: Exchange) -> Response:
-        body = decode(await exchange.body(), ToolBody)
+        body = decode(await exchange.small_body(), ToolBody)
         tools = DemoTools(body.store)
         # A calculation may take a while, and others wait for this thread.
         result = await asyncio.to_thread(tools.run, body.name, body.arguments)
         return json_response({"result": result, "store": tools.store})
 
     async def compare(exchange: Exchange) -> Response:
-        body = decode(await exchange.body(), CompareBody)
+        body = decode(await exchange.small_body(), CompareBody)
         if comparison is None:
             raise NotFoundError("this server compares nothing", code="not_found")
         # A client that has left waits for nothing; the thread ends its pass all the same.

@@ -20,7 +20,7 @@ import itertools
 import operator
 import os
 import platform
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Tokens
 from dataclasses import asdict, replace
@@ -370,6 +370,8 @@ class Engine:
         if sequence.is_running:
             self.scheduler.preempt(sequence)
         del sequence.tokens[len(sequence.tokens) - num_tokens :]
+        if sequence.params.is_penalised:
+            sequence.drawn = Counter(sequence.tokens[sequence.num_prompt :])
         if sequence.params.constraint is not None:
             sequence.constraint = sequence.params.constraint.copy()
             for token in sequence.tokens[sequence.num_prompt :]:
@@ -502,12 +504,14 @@ class Engine:
             seeds=[s.seed for s in sequences],
             indexes=[s.num_new for s in sequences],
             masks=[_mask(s) for s in sequences],
-            drawn=[s.tokens[s.num_prompt :] if s.params.is_penalised else () for s in sequences],
+            drawn=[s.drawn for s in sequences],
         )
 
     def _take(self, sequence: Sequence, result: TokenResult) -> None:
         params = sequence.params
         sequence.tokens.append(result.token)
+        if params.is_penalised:
+            sequence.drawn[result.token] += 1
         constraint, reason = sequence.constraint, None
         is_text_done = constraint is not None and _advance(constraint, result.token)
         if result.token in params.stop_ids or is_text_done:
@@ -643,10 +647,10 @@ def _advance(constraint: Constraint, token: int) -> bool:
 
 @contextlib.contextmanager
 def _constraint_errors() -> Iterator[None]:
-    """Let an exception of a grammar, which the request brought along, be the request's error."""
+    """Let what a grammar refuses, which the request brought along, be the request's error."""
     try:
         yield
-    except Exception as error:
+    except ValueError as error:
         want = "a grammar that can be followed to its end; simplify it"
         raise RequestError("constraint", f"{type(error).__name__} ({error})", want) from error
 

@@ -11,7 +11,8 @@ mask and the cuts (top-k, top-p, min-p) do not show.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from finwhale.engine.request import RequestError, SamplingParams, TokenResult
 
 # A nucleus is seldom wider than this; a flat row is searched in growing slices.
 _FIRST_SLICE = 256
+NOTHING_DRAWN: Mapping[int, int] = MappingProxyType({})
 
 
 class LogitsError(ValueError):
@@ -62,19 +64,19 @@ def draw(
     seed: int,
     index: int,
     mask: Tensor | None = None,
-    drawn: Sequence[int] = (),
+    drawn: Mapping[int, int] = NOTHING_DRAWN,
 ) -> int:
     """Return the id of token number `index` of a choice.
 
-    x = logits + bias - frequency_penalty * count - presence_penalty * (count > 0), with count how
-    often `drawn` has the id, -inf outside the mask;  w = exp((x - max x) / temperature) in float64
+    x = logits + bias - frequency_penalty * count - presence_penalty * (count > 0), with count that
+    of the id in `drawn`, -inf outside the mask;  w = exp((x - max x) / temperature) in float64
     kept: the top_k best of w; of these the fewest best whose mass reaches top_p of theirs, at
     least one; of these w >= min_p * max w. Equal w rank by lowest id.
     id: the first in id order whose running sum of kept w exceeds u * (sum of kept w)
 
     logits  [V] fp32, finite
     mask    [V] bool, True allowed; None allows all
-    drawn   ids that the choice has drawn before, without its prompt; read with a penalty alone
+    drawn   {id: how often the choice has drawn it}, without its prompt; read with a penalty alone
     Temperature 0 returns the best x, ties to the lowest id, whatever the cuts.
 
     Raises LogitsError for logits that are not finite, RequestError if bias and mask leave no id.
@@ -89,7 +91,7 @@ def sample_batch(
     seeds: Sequence[int],
     indexes: Sequence[int],
     masks: Sequence[Tensor | None] | None = None,
-    drawn: Sequence[Sequence[int]] | None = None,
+    drawn: Sequence[Mapping[int, int]] | None = None,
 ) -> list[TokenResult]:
     """Return one token per row, each equal to `draw` of that row alone.
 
@@ -97,12 +99,12 @@ def sample_batch(
     seeds    seed of each row's choice
     indexes  number of the token in its choice
     masks    [V] bool or None for each row; None for no mask at all
-    drawn    ids that each row's choice has drawn before; None where no row has a penalty
+    drawn    {id: how often each row's choice has drawn it}; None where no row has a penalty
 
     Raises LogitsError and RequestError, both with `rows`: without these rows the call succeeds.
     """
     masks = [None] * len(params) if masks is None else masks
-    drawn = [()] * len(params) if drawn is None else drawn
+    drawn = [NOTHING_DRAWN] * len(params) if drawn is None else drawn
     lengths = {len(logits), len(params), len(seeds), len(indexes), len(masks), len(drawn)}
     if len(lengths) != 1:
         raise ValueError(f"batch: got lengths {sorted(lengths)}, expected one length for all")
@@ -201,13 +203,17 @@ def _draw_row(logits, params, seed, index, mask, drawn, row, known_finite) -> in
 
 
 def _allowed(
-    logits: Tensor, params: SamplingParams, mask: Tensor | None, drawn: Sequence[int], row: int
+    logits: Tensor,
+    params: SamplingParams,
+    mask: Tensor | None,
+    drawn: Mapping[int, int],
+    row: int,
 ) -> Tensor:
     """Return [V] float64 on the CPU: penalised and biased logits, -inf where the mask forbids."""
     x = logits.to("cpu", torch.float64, copy=True)
     if params.is_penalised and drawn:
-        ids, counts = torch.tensor(drawn).unique(return_counts=True)
-        x[ids] -= params.presence_penalty + params.frequency_penalty * counts.double()
+        counts = torch.tensor(list(drawn.values()), dtype=torch.float64)
+        x[list(drawn)] -= params.presence_penalty + params.frequency_penalty * counts
     for token, added in params.bias:
         if token >= len(x):
             raise RequestError("logit_bias", f"id {token}", f"ids below {len(x)}", rows=(row,))

@@ -18,6 +18,7 @@ drawn but not computed, so `num_computed` is one behind.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from finwhale.engine.hand_over import HandOver
@@ -35,6 +36,7 @@ class Sequence:
     seed        of this choice; a draw depends on it and the token's number alone
     hand_over   global KV from elsewhere, until the first residence has taken it
     num_found   blocks that this residence began with
+    drawn       how often each id was drawn, kept where a penalty asks for it
     """
 
     request_id: str
@@ -65,6 +67,7 @@ class Sequence:
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     prompt_results: list[TokenResult] | None = None
+    drawn: Counter[int] = field(default_factory=Counter)
 
     @property
     def name(self) -> tuple[str, int]:

@@ -91,7 +91,10 @@ async def count_tokens(exchange: Exchange) -> Response:
     """Answer POST /v1/messages/count_tokens: the tokens of the prompt, without an answer."""
     asked = await exchange.read(CountTokensBody)
     claude_model(asked.options.model, exchange.config)
-    return json_response({"input_tokens": len(asked.plan.prompt)})
+    return json_response(
+        {"input_tokens": len(asked.plan.prompt)},
+        headers=note_headers(asked.plan.notes, exchange.request_id),
+    )
 
 
 async def claude_models(exchange: Exchange) -> Response:

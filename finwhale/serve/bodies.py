@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -21,6 +22,7 @@ from finwhale.serve.errors import (
     InvalidRequestError,
     MediaTypeError,
     OverloadedError,
+    RateLimitError,
     SlowRequestError,
     TooLargeError,
 )
@@ -31,45 +33,63 @@ _ACCEPTED = "gzip, deflate, identity"
 
 
 class BodyRoom:
-    """The bytes of bodies that arrive or are read, of one server; used in its event loop alone."""
+    """The bytes of bodies that arrive or are read, of one server; used in its event loop alone.
+
+    All together may be `max_bodies_bytes`, those of one tenant half of it; without keys all are of
+    one tenant, "", which may have all.
+    """
 
     def __init__(self, config: ServerConfig) -> None:
-        """Let them be `max_bodies_bytes` together."""
+        """Begin empty."""
         self._limit, self.num_bytes = config.max_bodies_bytes, 0
+        self._by_tenant: Counter[str] = Counter()
 
     @contextmanager
-    def part(self) -> Iterator[Callable[[int], None]]:
+    def part(self, tenant: str) -> Iterator[Callable[[int], None]]:
         """Give a function that takes room for more bytes of one body; all of it ends with this.
 
-        The function raises OverloadedError where there is no room.
+        The function raises OverloadedError where there is no room, RateLimitError where there is
+        none for this tenant.
         """
         own = 0
+        most = self._limit // 2
 
         def take(num_bytes: int) -> None:
             nonlocal own
-            if self.num_bytes + num_bytes > self._limit:
-                raise OverloadedError(
-                    f"bodies of {self.num_bytes} bytes are being read, {self._limit} may; "
-                    "try again later",
-                    code="overloaded",
-                    retry_after_s=1,
-                )
-            own += num_bytes
-            self.num_bytes += num_bytes
+            if tenant and self._by_tenant[tenant] + num_bytes > most:
+                error, held, limit = RateLimitError, self._by_tenant[tenant], most
+            elif self.num_bytes + num_bytes > self._limit:
+                error, held, limit = OverloadedError, self.num_bytes, self._limit
+            else:
+                own += num_bytes
+                self.num_bytes += num_bytes
+                self._by_tenant[tenant] += num_bytes
+                return
+            raise error(
+                f"bodies of {held} bytes are being read, {limit} may; try again later",
+                code="overloaded",
+                retry_after_s=1,
+            )
 
         try:
             yield take
         finally:
             self.num_bytes -= own
+            self._by_tenant[tenant] -= own
+            if not self._by_tenant[tenant]:
+                del self._by_tenant[tenant]
 
 
-async def read_body(request: Request, config: ServerConfig, take: Callable[[int], None]) -> bytes:
+async def read_body(
+    request: Request, config: ServerConfig, take: Callable[[int], None], *, limit: int
+) -> bytes:
     """Return the whole body, decoded.
 
-    take  called with the bytes of each part, as `BodyRoom.part` gives it
+    take   called with the bytes of each part, as `BodyRoom.part` gives it
+    limit  longest body, decoded
 
-    Raises MediaTypeError, TooLargeError, SlowRequestError, OverloadedError, InvalidRequestError for
-    a broken coding, and starlette's ClientDisconnect where the client leaves.
+    Raises MediaTypeError, TooLargeError, SlowRequestError, InvalidRequestError for a broken coding,
+    what `take` raises, and starlette's ClientDisconnect where the client leaves.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
@@ -78,7 +98,6 @@ async def read_body(request: Request, config: ServerConfig, take: Callable[[int]
         )
     coding = ", ".join(request.headers.getlist("content-encoding")).strip().lower() or "identity"
     decoder = _decoder(coding)
-    limit = config.max_body_bytes
     too_large = TooLargeError(f"body: longer than {limit} bytes; send less", code="body_too_large")
     told = request.headers.get("content-length", "")
     if told.isdigit() and int(told[:20]) > limit:

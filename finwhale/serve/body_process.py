@@ -19,7 +19,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO, Generic, Protocol, TypeVar, cast
 
-from finwhale.serve.errors import OverloadedError, ServeError, TooLargeError
+from finwhale.serve.errors import (
+    InvalidRequestError,
+    OverloadedError,
+    ServeError,
+    TooLargeError,
+)
 from finwhale.serve.planning import Plan, Planner
 from finwhale.serve.schema import decode
 from finwhale.telemetry import get_logger
@@ -29,6 +34,7 @@ logger = get_logger("serve")
 # Address space of the child; 8 MB of body have needed at most a tenth of it.
 MAX_CHILD_BYTES = 4 << 30
 _NICE = 5
+_START_S = 60.0
 # Not with -m, under which the classes of this file would be those of `__main__`.
 _PROGRAM = "from finwhale.serve.body_process import main; main()"
 
@@ -66,9 +72,16 @@ def plan_body(
     planner: Planner, raw: bytes, kind: type[Body[Options]], tenant: str
 ) -> Asked[Options]:
     """Return a body decoded and planned; raise ServeError for what could not be served."""
-    body = decode(raw, cast("Any", kind))
-    plans = body.plans(planner, tenant)
-    return Asked(body.options(), plans)
+    try:
+        body = decode(raw, cast("Any", kind))
+        plans = body.plans(planner, tenant)
+        return Asked(body.options(), plans)
+    except RecursionError:
+        raise _too_deep() from None
+
+
+def _too_deep() -> InvalidRequestError:
+    return InvalidRequestError("body: nested too deeply; flatten it", code="invalid_body")
 
 
 class BodyProcess:
@@ -141,7 +154,8 @@ class BodyProcess:
             return self._child
         self._end()
         self._child = child = subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM],
+            # -P: what lies in the working folder is not imported.
+            [sys.executable, "-P", "-c", _PROGRAM],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             # Packages are found where this process finds them.
@@ -149,16 +163,20 @@ class BodyProcess:
             # Ctrl-C is for the server, which lets running answers end first.
             start_new_session=True,
         )
+        timer = threading.Timer(_START_S, child.kill)
+        timer.start()
         try:
             _send(_pipe(child.stdin), self._planner)
             _receive(_pipe(child.stdout))
-        except (OSError, EOFError):
+        except (OSError, EOFError, pickle.UnpicklingError):
             self._end()
             raise OverloadedError(
                 "the process that reads large bodies does not start; the log says why",
                 code="overloaded",
                 retry_after_s=1,
             ) from None
+        finally:
+            timer.cancel()
         return child
 
     def _end(self) -> None:
@@ -185,23 +203,25 @@ def _receive(pipe: BinaryIO) -> Any:
     return pickle.load(pipe)
 
 
-def _answers(planner: Planner, inbox: BinaryIO) -> Iterator[Asked[Any] | Exception]:
-    """Yield the answer to each body of `inbox` until it ends."""
+def _answers(planner: Planner, inbox: BinaryIO) -> Iterator[bytes]:
+    """Yield the answer to each body of `inbox`, pickled, until it ends."""
     while True:
         try:
             raw, kind, tenant = _receive(inbox)
         except EOFError:
             return
         try:
-            yield plan_body(planner, raw, kind, tenant)
+            yield pickle.dumps(plan_body(planner, raw, kind, tenant), protocol=5)
         except ServeError as error:
-            yield error
+            yield pickle.dumps(error)
+        except RecursionError:
+            yield pickle.dumps(_too_deep())
         except MemoryError:
             want = "one that needs less memory to read; shorten it"
-            yield TooLargeError(f"body: expected {want}", code="memory")
+            yield pickle.dumps(TooLargeError(f"body: expected {want}", code="memory"))
         except Exception as error:
             logger.exception("a large body could not be read")
-            yield RuntimeError(f"body process: {type(error).__name__}: {error}")
+            yield pickle.dumps(RuntimeError(f"body process: {type(error).__name__}: {error}"))
 
 
 def main() -> None:
@@ -218,4 +238,5 @@ def main() -> None:
     planner.warm_up()
     _send(outbox, "ready")
     for answer in _answers(planner, inbox):
-        _send(outbox, answer)
+        outbox.write(answer)
+        outbox.flush()

@@ -59,7 +59,7 @@ _RANGES: dict[str, dict[str, Any]] = {
     "top_k": {"minimum": 0},
     "min_p": {"minimum": 0, "maximum": 1},
     "n": {"minimum": 1},
-    "seed": {"minimum": 0, "maximum": 2**32},
+    "seed": {"minimum": -(2**63), "maximum": 2**63 - 1},
     "max_tokens": {"minimum": 1},
     "max_completion_tokens": {"minimum": 1},
     "max_output_tokens": {"minimum": 1},

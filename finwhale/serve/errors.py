@@ -17,10 +17,12 @@ from typing import Any
 
 _LONGEST_MESSAGE = 1000
 # The rooms below know one name for each field, or say what part of it is at fault.
-_ROOM_WORDS = {
+ROOM_WORDS = {
     "conversation": "messages",
+    "prefix": "messages",
     "schema": "response_format",
     "pattern": "response_format",
+    "calls": "tools",
     "effort": "reasoning_effort",
     "max_new_tokens": "max_tokens",
 }
@@ -165,12 +167,12 @@ def in_words_of(names: Mapping[str, str], error: ServeError) -> ServeError:
     """
     told = copy.copy(error)
     if error.param is not None:
-        param = _ROOM_WORDS.get(error.param, error.param)
+        param = ROOM_WORDS.get(error.param, error.param)
         told.param = names.get(param, param)
     leading = _LEADING_FIELD.match(error.message)
     if leading is not None:
         field, place = leading.groups()
-        word = _ROOM_WORDS.get(field, field)
+        word = ROOM_WORDS.get(field, field)
         if word in names and (names[word] != field or place.startswith("[")):
             place = ""
         told.message = f"{names.get(word, word)}{place}: {error.message[leading.end() :]}"

@@ -30,9 +30,16 @@ from finwhale.config import ConfigError
 from finwhale.config.server import ServerConfig
 from finwhale.serve.bodies import read_body
 from finwhale.serve.body_process import Asked, Body, Options
-from finwhale.serve.errors import ForbiddenError, ServeError, UnauthorizedError, internal_error
+from finwhale.serve.errors import (
+    ForbiddenError,
+    InvalidRequestError,
+    ServeError,
+    UnauthorizedError,
+    internal_error,
+)
 from finwhale.serve.generation import Generation
 from finwhale.serve.planning import Plan
+from finwhale.serve.reading import SMALL_BODY_BYTES
 from finwhale.serve.service import Service, new_id
 from finwhale.telemetry import get_logger
 
@@ -123,29 +130,30 @@ class Exchange:
 
     async def read(self, kind: type[Body[Options]]) -> Asked[Options]:
         """Return the body decoded and planned; raise ServeError for what could not be served."""
-        with self.service.body_room.part() as take:
-            raw = await self._body(take)
+        with self.service.body_room.part(self.tenant) as take:
+            raw = await self._body(take, self.config.max_body_bytes)
             return await self.while_connected(self.service.reader.read(raw, kind, self.tenant))
 
     async def begin(self, plan: Plan, *, request_id: str | None = None) -> Generation:
         """Queue what was planned and return it once the engine has accepted it."""
         return await self.service.begin(plan, request_id=request_id, started_s=self.arrived_s)
 
-    async def body(self) -> bytes:
-        """Return the whole body, decoded; raise for one that is too long, too slow or no JSON."""
-        with self.service.body_room.part() as take:
-            return await self._body(take)
+    async def small_body(self) -> bytes:
+        """Return a body that is decoded in the event loop; raise for one of over 256 KiB, too."""
+        limit = min(SMALL_BODY_BYTES, self.config.max_body_bytes)
+        with self.service.body_room.part(self.tenant) as take:
+            return await self._body(take, limit)
 
-    async def _body(self, take: Callable[[int], None]) -> bytes:
+    async def _body(self, take: Callable[[int], None], limit: int) -> bytes:
         try:
-            return await read_body(self.request, self.config, take)
+            return await read_body(self.request, self.config, take, limit=limit)
         except ClientDisconnect:
             raise ClientLeftError from None
 
     async def while_connected(self, answer: Coroutine[Any, Any, _Result]) -> _Result:
         """Return what `answer` returns; if the client leaves first, cancel it and raise.
 
-        To be called after `body`, since it listens for the end of the connection. A result that
+        To be called after the body, since it listens for the end of the connection. A result that
         comes as the client leaves has no reader: the generations in it are cancelled.
         """
         task = asyncio.ensure_future(answer)
@@ -206,6 +214,10 @@ def endpoint(
             )
         except ClientLeftError:
             response = Response(status_code=_CLIENT_LEFT)
+        except RecursionError:
+            deep = InvalidRequestError("body: nested too deeply; flatten it", code="invalid_body")
+            note_refusal(service, request, deep, request_id=request_id, tenant=tenant)
+            response = json_response(error_body(deep), status_code=deep.status)
         except Exception:
             logger.exception("request %s failed", request_id)
             failed = internal_error(request_id)

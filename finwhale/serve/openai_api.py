@@ -337,7 +337,7 @@ def _text_logprobs(told: Sequence[TokenLogprob]) -> dict[str, Any] | None:
 
 async def _merged(generations: Sequence[Generation]) -> AsyncGenerator[ChoiceEvent, None]:
     """Yield the events of several requests as they come, choices numbered through."""
-    coming: asyncio.Queue[ChoiceEvent | ServeError | None] = asyncio.Queue()
+    coming: asyncio.Queue[ChoiceEvent | Exception | None] = asyncio.Queue()
 
     async def pump(number: int, generation: Generation) -> None:
         try:
@@ -346,7 +346,8 @@ async def _merged(generations: Sequence[Generation]) -> AsyncGenerator[ChoiceEve
                     index = number * generation.num_choices + event.index
                     coming.put_nowait(event.at(index))
             coming.put_nowait(None)
-        except ServeError as error:
+        except Exception as error:
+            # Of any kind: without it the reader would wait for ever.
             coming.put_nowait(error)
 
     tasks = [asyncio.ensure_future(pump(*pair)) for pair in enumerate(generations)]
@@ -354,7 +355,7 @@ async def _merged(generations: Sequence[Generation]) -> AsyncGenerator[ChoiceEve
         num_left = len(tasks)
         while num_left:
             event = await coming.get()
-            if isinstance(event, ServeError):
+            if isinstance(event, Exception):
                 raise event
             if event is None:
                 num_left -= 1

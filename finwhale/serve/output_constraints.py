@@ -104,9 +104,10 @@ def call_constraint(
         )
     except ModuleNotFoundError as error:
         names = [name for name, _ in tools]
-        note = f"the arguments of calls follow no grammar: {error}"
+        note = f"arguments that follow no grammar: those of all calls ({error})"
         return opens_call(tokenizer, names, vocab_size=vocab_size), (note,)
-    notes = [f"the arguments of {name} follow no grammar: {reason}" for name, reason in loose]
+    # What stands before the colon is logged, so it has no words of the client.
+    notes = [f"arguments that follow no grammar: {name} ({reason})" for name, reason in loose]
     return constraint, tuple(notes)
 
 

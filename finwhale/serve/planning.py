@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from finwhale.config.server import ServerConfig
-from finwhale.serve.errors import InvalidRequestError, ServeError
+from finwhale.serve.errors import ROOM_WORDS, InvalidRequestError, ServeError
 from finwhale.telemetry import get_logger
 from finwhale.text.output_parser import OutputParserError, check_stops
 from finwhale.text.prompt import (
@@ -37,16 +37,6 @@ logger = get_logger("serve")
 MAX_NEW_TOKENS = 393_216  # spec/multimodal-serving.md section B.7
 _TEXT_PARTS = ("text", "tool_result")
 _FIELD = re.compile(r"[A-Za-z_]\w*(?=[.:\[])")
-# The field of a request for the names that the rooms below use.
-_PARAMS = {
-    "conversation": "messages",
-    "prefix": "messages",
-    "schema": "response_format",
-    "pattern": "response_format",
-    "calls": "tools",
-    "effort": "reasoning_effort",
-    "max_new_tokens": "max_tokens",
-}
 _NO_THINKING = (
     "tool_choice: got a forced call while thinking is on, expected thinking off; send "
     "thinking disabled or reasoning_effort none"
@@ -158,6 +148,12 @@ class Plan:
     num_prefix: int = 0
     echo: int = 0
     notes: tuple[str, ...] = ()
+
+    @property
+    def has_grammar(self) -> bool:
+        """Whether the answer has to follow a grammar, which may take seconds to compile."""
+        kind = (self.response_format or {}).get("type")
+        return bool(self.must_call) or (not self.may_call and kind not in (None, "text"))
 
 
 class Planner:
@@ -296,7 +292,7 @@ def refusal(error: Exception) -> InvalidRequestError:
     field_name = _FIELD.match(str(error))
     name = field_name.group() if field_name is not None else None
     text = str(error).replace("max_new_tokens", "max_tokens")
-    return InvalidRequestError(text, param=_PARAMS.get(name or "", name), code="invalid_value")
+    return InvalidRequestError(text, param=ROOM_WORDS.get(name or "", name), code="invalid_value")
 
 
 def _with_refusals(plan: Callable[[Any], Plan], request: Any) -> Plan:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
+from weakref import WeakValueDictionary
 
 from finwhale.serve.body_process import Asked, Body, BodyProcess, Options, plan_body
 from finwhale.serve.planning import Planner
@@ -32,6 +33,7 @@ class BodyReader:
         """Start nothing yet: the child starts with the first large body or with `warm_up`."""
         self._planner, self._small_body_bytes = planner, small_body_bytes
         self._child = BodyProcess(planner, timeout_s=timeout_s)
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="finwhale-bodies")
 
     def warm_up(self) -> None:
@@ -43,7 +45,10 @@ class BodyReader:
         if len(raw) <= self._small_body_bytes:
             return await asyncio.to_thread(plan_body, self._planner, raw, kind, tenant)
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, self._child.plan, raw, kind, tenant)
+        # One at a time of each tenant, so that nobody waits for a second body of another.
+        turn = self._turns.setdefault(tenant, asyncio.Lock())
+        async with turn:
+            return await loop.run_in_executor(self._thread, self._child.plan, raw, kind, tenant)
 
     def close(self) -> None:
         """End the child. Bodies that wait are refused."""

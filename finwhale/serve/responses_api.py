@@ -71,7 +71,8 @@ async def input_tokens(exchange: Exchange) -> Response:
     asked = await exchange.read(InputTokensBody)
     served_model(asked.options.model, exchange.config)
     return json_response(
-        {"object": "response.input_tokens", "input_tokens": len(asked.plan.prompt)}
+        {"object": "response.input_tokens", "input_tokens": len(asked.plan.prompt)},
+        headers=note_headers(asked.plan.notes, exchange.request_id),
     )
 
 
@@ -142,7 +143,8 @@ class Answer:
     def fail(self, error: ServeError) -> dict[str, Any]:
         """Return the last event of a stream that failed."""
         self._status = "failed"
-        self._error = {"code": "server_error", "message": error.message}
+        code = "invalid_prompt" if error.status < 500 else "server_error"
+        self._error = {"code": code, "message": error.message}
         return self._numbered("failed", response=self.response())
 
     def response(self) -> dict[str, Any]:

@@ -121,7 +121,9 @@ class ChatBody(_Sampled, frozen=True, kw_only=True):
             parallel_tool_calls=self.parallel_tool_calls is not False,
             sampling=_sampling(
                 self,
-                max_tokens=_max_tokens(self.max_tokens if newer is None else newer, low=1),
+                max_tokens=_max_tokens(self.max_tokens, low=1)
+                if newer is None
+                else _max_tokens(newer, low=1, name="max_completion_tokens"),
                 logprobs=bool(self.logprobs),
                 top_logprobs=self.top_logprobs or 0,
             ),
@@ -297,10 +299,10 @@ def _sampling(
     )
 
 
-def _max_tokens(limit: int | None, *, low: int) -> int | None:
+def _max_tokens(limit: int | None, *, low: int, name: str = "max_tokens") -> int | None:
     if limit is not None and not low <= limit <= MAX_NEW_TOKENS:
         want = f"{low} to {MAX_NEW_TOKENS}"
-        raise InvalidRequestError(f"max_tokens: got {limit}, expected {want}", param="max_tokens")
+        raise InvalidRequestError(f"{name}: got {limit}, expected {want}", param=name)
     return limit
 
 

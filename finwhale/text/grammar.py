@@ -18,8 +18,9 @@ import json
 import os
 import re
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from finwhale.text.grammar_trial import Trial, TrialError, check, matcher_of, vocabulary_of
+from finwhale.text.grammar_trial import (
+    WALL_SECONDS,
+    Trial,
+    TrialError,
+    TrialLostError,
+    check,
+    matcher_of,
+    vocabulary_of,
+)
 from finwhale.text.schema_limits import (
     SchemaError,
     as_json,
@@ -66,6 +75,20 @@ class GrammarError(ValueError):
 
 class PrefixError(GrammarError):
     """A prefix that no text of the grammar begins with."""
+
+
+class GrammarUnavailableError(RuntimeError):
+    """A grammar that could not be tried at the moment; it may be sound, so ask again."""
+
+
+@contextlib.contextmanager
+def trial_budget(seconds: float) -> Iterator[None]:
+    """Let all trials of this thread together take so many seconds until the end of the block."""
+    _budget.deadline = time.monotonic() + seconds
+    try:
+        yield
+    finally:
+        del _budget.deadline
 
 
 def json_schema_constraint(
@@ -364,6 +387,9 @@ class _Templates:
             matcher = matcher_of(vocabulary, kind, text)
         except TrialError as error:
             return f"{_LABELS[kind]}: {_in_words(error)}", _TEMPLATE_BYTES
+        except TrialLostError as error:
+            # Not remembered: it says nothing about the grammar.
+            raise GrammarUnavailableError(f"{_LABELS[kind]}: {error}") from None
         return matcher, size
 
     def _keep(self, key: tuple, found: LLMatcher | str, size: int) -> None:
@@ -380,6 +406,7 @@ class _Templates:
 
 
 _templates = _Templates(MAX_CACHE_BYTES)
+_budget = threading.local()
 _PLACE = re.compile(r"^at [0-9]+\([0-9]+\): (?:failed to compile JSON schema: )?")
 
 

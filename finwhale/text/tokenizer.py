@@ -159,7 +159,8 @@ class Tokenizer:
 class StreamDecoder:
     """Turns ids into text as they arrive. Every `push` returns whole characters only.
 
-    The pieces joined, `finish()` included, equal `Tokenizer.decode` of all the ids.
+    The pieces joined, `finish()` included, equal `Tokenizer.decode` of all the ids; an id beyond
+    the vocabulary has no text.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_hidden: bool = False) -> None:
@@ -169,7 +170,8 @@ class StreamDecoder:
 
     def push(self, token_id: int) -> str:
         """Return the text that `token_id` completes, possibly none."""
-        if token_id in self._skipped:
+        # A model's head may have more rows than the tokenizer has tokens.
+        if token_id in self._skipped or token_id >= self._tokenizer.vocab_size:
             return ""
         return self._decoder.decode(self._tokenizer.token_bytes(token_id))
 

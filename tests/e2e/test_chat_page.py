@@ -390,6 +390,13 @@ def test_a_wrong_body_is_refused_with_a_sentence(url, path, body):
     assert told["error"]["message"]
 
 
+@pytest.mark.parametrize("path", ["compare", "tool"])
+def test_a_body_that_is_decoded_in_the_event_loop_is_small(url, path):
+    raw = json.dumps({"name": "x" * (256 << 10), "arguments": "{}"}).encode()
+    response, told = ask(url, "POST", f"/finwhale/{path}", raw)
+    assert response.status == 413, told
+
+
 def test_a_body_that_a_foreign_page_could_send_is_refused(url):
     response, _ = ask(url, "POST", "/finwhale/tool", b"{}", {"content-type": "text/plain"})
     assert response.status == 415

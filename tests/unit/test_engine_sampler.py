@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
+from collections import Counter
 from fractions import Fraction
 
 import pytest
@@ -119,10 +120,10 @@ def test_draw_equals_the_definition(case, seed, index):
     tensor = None if mask is None else torch.tensor(mask)
     if _is_empty(x, params, mask):
         with pytest.raises(RequestError, match="no id left"):
-            draw(_row(*x), params, seed=seed, index=index, mask=tensor, drawn=drawn)
+            draw(_row(*x), params, seed=seed, index=index, mask=tensor, drawn=Counter(drawn))
         return
     want, margin = _draw_ref(x, params, _u_ref(seed, index), mask, drawn)
-    got = draw(_row(*x), params, seed=seed, index=index, mask=tensor, drawn=drawn)
+    got = draw(_row(*x), params, seed=seed, index=index, mask=tensor, drawn=Counter(drawn))
     # Two exponentials may differ in the last bit; only a u that close to an edge may tell.
     assert got == want or margin < 1e-12
 
@@ -222,7 +223,7 @@ def test_greedy_ties_go_to_the_lowest_id(params):
 
 def test_penalties_by_hand():
     """Logits 3, 2.5, 0 with 0 drawn twice and 1 once; sums by hand."""
-    x, drawn = _row(3.0, 2.5, 0.0), [0, 1, 0]
+    x, drawn = _row(3.0, 2.5, 0.0), {0: 2, 1: 1}
 
     def best(**penalties):
         params = SamplingParams(temperature=0, **penalties)
@@ -238,15 +239,15 @@ def test_penalties_by_hand():
     assert best(presence_penalty=2, frequency_penalty=2) == 2
     # A negative penalty invites repetition: 2.5 + 2 against 3 with nothing drawn but 1.
     invited = SamplingParams(temperature=0, presence_penalty=-2)
-    assert draw(x, invited, seed=0, index=1, drawn=[1]) == 1
-    assert draw(x, invited, seed=0, index=1, drawn=[]) == 0
+    assert draw(x, invited, seed=0, index=1, drawn={1: 1}) == 1
+    assert draw(x, invited, seed=0, index=1, drawn={}) == 0
 
 
 def test_penalty_leaves_logprobs_of_the_model_alone():
     x = torch.randn(1, 50)
     one = SamplingParams(temperature=0, logprobs=True, top_logprobs=2, presence_penalty=2)
     (plain,) = sample_batch(x, [one], seeds=[0], indexes=[0])
-    (other,) = sample_batch(x, [one], seeds=[0], indexes=[1], drawn=[[plain.token]])
+    (other,) = sample_batch(x, [one], seeds=[0], indexes=[1], drawn=[{plain.token: 1}])
     assert other.top == plain.top
     assert [other] == token_logprobs(x, [other.token], 2)
 
@@ -289,7 +290,7 @@ def _mixed_batch(B: int, V: int):
     params = [kinds[row % 6] for row in range(B)]
     masks = [torch.rand(V) < 0.5 if row % 3 == 0 else None for row in range(B)]
     seeds = [row // 2 for row in range(B)]
-    drawn = [torch.randint(V, (row % 7,)).tolist() for row in range(B)]
+    drawn = [Counter(torch.randint(V, (row % 7,)).tolist()) for row in range(B)]
     return torch.randn(B, V), params, seeds, [row % 4 for row in range(B)], masks, drawn
 
 

@@ -21,6 +21,7 @@ from finwhale.serve.errors import (
     InvalidRequestError,
     MediaTypeError,
     OverloadedError,
+    RateLimitError,
     SlowRequestError,
     TooLargeError,
 )
@@ -46,10 +47,10 @@ CODINGS = {
 }
 
 
-async def within(room, request, config):
+async def within(room, request, config, tenant=""):
     """The body, counted in `room` while it comes, as an exchange does it."""
-    with room.part() as take:
-        return await read_body(request, config, take)
+    with room.part(tenant) as take:
+        return await read_body(request, config, take, limit=config.max_body_bytes)
 
 
 def read(parts, coding="", config=CONFIG, **headers):
@@ -203,3 +204,23 @@ def test_bodies_that_arrive_together_share_their_room():
 def test_the_room_of_all_bodies_is_never_less_than_that_of_one():
     with pytest.raises(ConfigError, match=r"server.max_bodies_bytes: got 99"):
         ServerConfig(max_body_bytes=100, max_bodies_bytes=99)
+
+
+def test_one_tenant_may_have_half_of_the_room_and_gives_it_back():
+    config = ServerConfig(max_body_bytes=100, max_bodies_bytes=200, body_timeout_s=5)
+    room = BodyRoom(config)
+    with room.part("a") as take:
+        take(100)
+        with room.part("a") as more, pytest.raises(RateLimitError) as refused:
+            more(1)
+        assert (refused.value.status, refused.value.headers) == (429, {"retry-after": "1"})
+        with room.part("b") as other:
+            other(100)
+            with room.part("c") as third, pytest.raises(OverloadedError):
+                third(1)
+    assert room.num_bytes == 0
+    with room.part("a") as take:
+        take(100)
+    # Without keys all are one tenant.
+    with room.part("") as take:
+        take(200)

@@ -117,7 +117,7 @@ def test_a_tool_whose_arguments_follow_no_grammar_is_named(preparer):
     odd = function({"type": "object", "oneOf": [{"required": ["a"]}]})
     request = ChatRequest(messages=USER, tools=[odd], tool_choice="required", thinking=False)
     (note,) = preparer.chat(request).notes
-    assert note.startswith("the arguments of f follow no grammar: ")
+    assert note.startswith("arguments that follow no grammar: f (")
 
 
 def test_without_the_library_the_first_line_is_forced_and_a_note_says_so(

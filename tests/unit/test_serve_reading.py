@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import pickle
@@ -12,13 +13,19 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 
 import pytest
 
 from finwhale.config.server import ServerConfig
 from finwhale.serve import errors
-from finwhale.serve.body_process import BodyProcess, plan_body
-from finwhale.serve.errors import OverloadedError, ServeError, TooLargeError
+from finwhale.serve.body_process import MAX_CHILD_BYTES, Asked, BodyProcess, plan_body
+from finwhale.serve.errors import (
+    InvalidRequestError,
+    OverloadedError,
+    ServeError,
+    TooLargeError,
+)
 from finwhale.serve.messages_body import MessagesBody
 from finwhale.serve.planning import Planner
 from finwhale.serve.reading import BodyReader
@@ -186,3 +193,76 @@ def test_large_bodies_go_to_the_process_and_small_ones_do_not(planner):
     assert asyncio.run(read(large)) == plan_body(planner, large, ChatBody, "t").plan.prompt.tolist()
     assert reader._child._child is not None
     reader.close()
+
+
+def test_the_child_has_limits_of_its_own_and_imports_nothing_of_the_working_folder(
+    planner, tmp_path, monkeypatch
+):
+    (tmp_path / "msgspec.py").write_text("open('imported', 'w').close()")
+    monkeypatch.chdir(tmp_path)
+    process = BodyProcess(planner, timeout_s=60)
+    child = child_of(process)
+    try:
+        assert resource.prlimit(child.pid, resource.RLIMIT_AS) == (MAX_CHILD_BYTES,) * 2
+        assert os.getpriority(os.PRIO_PROCESS, child.pid) > os.getpriority(os.PRIO_PROCESS, 0)
+        assert process.plan(b'{"prompt": "a"}', CompletionBody, "").plan.prompt.size
+    finally:
+        process.close()
+    assert not (tmp_path / "imported").exists()
+
+
+# Fields that travel to the prompt, to the options of an answer, or to both.
+_CALL = {"type": "local_shell_call", "call_id": "c", "action": {"DEEP": 1}}
+_USE = {"type": "tool_use", "id": "i", "name": "n", "input": {"DEEP": 1}}
+_RESULT = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "i"}]}
+DEEP = [
+    (ResponsesBody, {"input": "q", "tool_choice": {"DEEP": 1}}),
+    (ResponsesBody, {"input": "q", "tools": [{"type": "custom", "x": {"DEEP": 1}}]}),
+    (ResponsesBody, {"input": "q", "text": {"format": {"type": "text", "x": {"DEEP": 1}}}}),
+    (ResponsesBody, {"input": [_CALL, *USER]}),
+    (
+        MessagesBody,
+        {
+            "max_tokens": 1,
+            "messages": [*USER, {"role": "assistant", "content": [_USE]}, _RESULT],
+        },
+    ),
+    (ChatBody, {"messages": USER, "response_format": {"DEEP": 1}}),
+]
+
+
+@pytest.mark.parametrize(("kind", "body"), DEEP)
+def test_a_body_of_any_depth_is_served_or_refused_and_the_child_lives(planner, process, kind, body):
+    pid = child_of(process).pid
+    for depth in (10, 300, 450, 500, 700, 940, 970, *range(980, 1000), 1100):
+        deep = '{"a":' * depth + "{}" + "}" * depth
+        raw = json.dumps(body).replace('{"DEEP": 1}', deep).encode()
+        for read in (partial(plan_body, planner), process.plan):
+            # 400; anything else, such as a failure of the child, is raised.
+            with contextlib.suppress(InvalidRequestError):
+                read(raw, kind, "t")
+    assert child_of(process).pid == pid
+
+
+def test_a_tenant_waits_for_one_large_body_of_each_other(planner, monkeypatch):
+    """Six of one tenant come first; the other's is read second or third."""
+    reader = BodyReader(planner, timeout_s=60, small_body_bytes=0)
+    order: list[str] = []
+
+    def plan(raw, kind, tenant):
+        order.append(tenant)
+        time.sleep(0.02)
+        return Asked(None, [])
+
+    monkeypatch.setattr(reader._child, "plan", plan)
+
+    async def main():
+        ours = [asyncio.ensure_future(reader.read(b"{}", ChatBody, "a")) for _ in range(6)]
+        await asyncio.sleep(0.01)
+        await asyncio.gather(reader.read(b"{}", ChatBody, "b"), *ours)
+
+    asyncio.run(main())
+    reader.close()
+    assert order.index("b") <= 2
+    assert order.count("a") == 6
+    assert not reader._turns

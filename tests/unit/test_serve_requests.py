@@ -114,6 +114,15 @@ def test_names_of_fields_that_two_vendors_spell_differently_mean_one_thing():
     assert (sampling.max_tokens, sampling.stop, sampling.logit_bias) == (5, ("x",), {7: -1.0})
 
 
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+@pytest.mark.parametrize("limit", [0, 393_217])
+def test_a_limit_out_of_range_is_refused_by_the_name_it_came_with(name, limit):
+    body = decode(json.dumps({"messages": [], name: limit}).encode(), ChatBody)
+    with pytest.raises(InvalidRequestError, match=f"^{name}: got {limit}, expected") as refused:
+        body.request("")
+    assert refused.value.param == name
+
+
 @pytest.mark.parametrize(
     ("raw", "param"),
     [(b'{"messages": 5}', "messages"), (b'{"messages": [], "n": "two"}', "n"), (b"{", None)],

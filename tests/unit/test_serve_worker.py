@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from finwhale.engine.engine import QueueFullError
-from finwhale.engine.request import RequestOutput, SamplingParams, TokenResult
+from finwhale.engine.request import RequestError, RequestOutput, SamplingParams, TokenResult
 from finwhale.serve.errors import (
     EngineFailedError,
     InvalidRequestError,
@@ -325,7 +325,7 @@ def test_an_error_of_one_choice_ends_the_request_with_that_error(start):
         is_finished = False
 
         def advance(self, token):
-            raise ValueError("not allowed")
+            raise RequestError("constraint", "a planted one", "not allowed")
 
     worker = start(ScriptedEngine(words(5)))
     params = SamplingParams(max_new_tokens=9, stop_ids=(STOP,), n=2, constraint=Refusing())

@@ -203,3 +203,13 @@ def test_released_tokens_decode_like_their_bytes(released):
     ids = range(0, released.vocab_size, 7)
     texts = released.raw.decode_batch([[i] for i in ids], skip_special_tokens=False)
     assert texts == [released.token_bytes(i).decode("utf-8", errors="replace") for i in ids]
+
+
+def test_an_id_beyond_the_vocabulary_has_no_text(tmp_path):
+    """A model's head may have more rows than the tokenizer has tokens."""
+    own = Tokenizer.from_file(train_tokenizer(["ab ab"], 284, tmp_path / "tokenizer.json"))
+    half, rest = own.encode("é")
+    stream = own.stream()
+    # Also between the two bytes of a character.
+    told = [stream.push(token) for token in (half, own.vocab_size, own.vocab_size + 99, rest)]
+    assert "".join([*told, stream.finish()]) == "é"
