@@ -149,12 +149,6 @@ class Plan:
     echo: int = 0
     notes: tuple[str, ...] = ()
 
-    @property
-    def has_grammar(self) -> bool:
-        """Whether the answer has to follow a grammar, which may take seconds to compile."""
-        kind = (self.response_format or {}).get("type")
-        return bool(self.must_call) or (not self.may_call and kind not in (None, "text"))
-
 
 class Planner:
     """Plans requests to one model; may run in any thread, and travels to another process.

@@ -21,9 +21,6 @@ from finwhale.text.grammar_trial import TrialLostError
 from finwhale.text.output_parser import OutputParser
 from finwhale.text.tokenizer import Tokenizer
 
-# Wall time for all grammars of one request; what was compiled is remembered, so a retry goes on.
-TRIALS_S = 5.0
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prepared:

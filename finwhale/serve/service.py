@@ -68,7 +68,6 @@ class Service:
         self.preparer = Preparer(
             tokenizer, self.config, vocab_size=vocab_size, context_tokens=context_tokens
         )
-        self.grammars = GrammarQueue(self.preparer)
         self.reader = BodyReader(self.preparer.planner, timeout_s=self.config.body_timeout_s)
         self.grammar_queue = GrammarQueue(self.preparer)
         self._engine_gauges = gauges

@@ -18,9 +18,8 @@ import json
 import os
 import re
 import threading
-import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import TYPE_CHECKING, Any
@@ -29,15 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from finwhale.text.grammar_trial import (
-    WALL_SECONDS,
-    Trial,
-    TrialError,
-    TrialLostError,
-    check,
-    matcher_of,
-    vocabulary_of,
-)
+from finwhale.text.grammar_trial import Trial, TrialError, check, matcher_of, vocabulary_of
 from finwhale.text.schema_limits import (
     SchemaError,
     as_json,
@@ -75,20 +66,6 @@ class GrammarError(ValueError):
 
 class PrefixError(GrammarError):
     """A prefix that no text of the grammar begins with."""
-
-
-class GrammarUnavailableError(RuntimeError):
-    """A grammar that could not be tried at the moment; it may be sound, so ask again."""
-
-
-@contextlib.contextmanager
-def trial_budget(seconds: float) -> Iterator[None]:
-    """Let all trials of this thread together take so many seconds until the end of the block."""
-    _budget.deadline = time.monotonic() + seconds
-    try:
-        yield
-    finally:
-        del _budget.deadline
 
 
 def json_schema_constraint(
@@ -387,9 +364,6 @@ class _Templates:
             matcher = matcher_of(vocabulary, kind, text)
         except TrialError as error:
             return f"{_LABELS[kind]}: {_in_words(error)}", _TEMPLATE_BYTES
-        except TrialLostError as error:
-            # Not remembered: it says nothing about the grammar.
-            raise GrammarUnavailableError(f"{_LABELS[kind]}: {error}") from None
         return matcher, size
 
     def _keep(self, key: tuple, found: LLMatcher | str, size: int) -> None:
@@ -406,7 +380,6 @@ class _Templates:
 
 
 _templates = _Templates(MAX_CACHE_BYTES)
-_budget = threading.local()
 _PLACE = re.compile(r"^at [0-9]+\([0-9]+\): (?:failed to compile JSON schema: )?")
 
 

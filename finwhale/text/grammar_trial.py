@@ -15,7 +15,7 @@ import json
 import math
 import os
 import random
-import selectors
+import select
 import signal
 import subprocess
 import sys
@@ -35,8 +35,7 @@ STEP_MAX_ITEMS = 50_000
 MAX_ROW_ITEMS = 8_000
 MAX_LEXER_STATES = 20_000
 MAX_GRAMMAR_SIZE = 200_000
-# Of one trial. Wall time counts too, on a machine that is busy with other things; what ends by it
-# says nothing about the grammar.
+# Of one trial. Wall time counts too, on a machine that is busy with other things.
 CPU_SECONDS = 1.0
 WALL_SECONDS = 20.0
 MEMORY_BYTES = 256 << 20
@@ -172,15 +171,6 @@ class Trial:
             child.kill()
         with self._lock:
             _end(self._children)
-
-    def _lose(self) -> NoReturn:
-        """Raise what the end of the child says: its limits, or something else."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            # It ends a moment after its pipe; one that is only late goes on.
-            code = self._children[0].wait(0.5)
-            if code > 0 or code in _SPENT_SIGNALS:
-                raise TrialError(f"compiling takes more than {self._limits}; simplify it")
-        raise TrialLostError("the process that tries grammars was ended or is late; ask again")
 
     def _start(self) -> None:
         """Start a child and tell it the tokenizer; its answer comes later."""

@@ -34,10 +34,7 @@ _COSTLY = frozenset(
 )
 # What stands under these is a value and no schema.
 _VALUES = frozenset({"enum", "const", "default", "examples", "example"})
-# With oneOf: of two open branches that overlap, closed ones would each admit what both forbid.
-_PARTS = frozenset(
-    {"allOf", "not", "oneOf", "if", "then", "else", "dependentSchemas", "dependentRequired"}
-)
+_PARTS = frozenset({"allOf", "not", "if", "then", "else", "dependentSchemas", "dependentRequired"})
 _OBJECT_SIZES = frozenset(
     {"additionalProperties", "patternProperties", "unevaluatedProperties", "minProperties"}
     | {"propertyNames"}
@@ -254,15 +251,14 @@ def closed(schema: Any) -> Any:
     What is valid under it is valid under `schema`. An object that says nothing of
     `additionalProperties` would let a model go on with properties of its own to the limit. A
     schema that puts objects together (allOf, a reference with other keywords, properties beside
-    anyOf) or apart (oneOf) is returned as it is, since there one part declares what another one
-    would forbid.
+    anyOf) is returned as it is, since there one part declares what another one would forbid.
 
     schema  one that `check_schema` has passed, so of few levels
     """
     for _, node in subschemas(schema):
         keys = node.keys() - _TEXTS - _TABLES
         has_parts = bool(_PARTS & node.keys())
-        if has_parts or (keys > {"$ref"}) or ("properties" in node and "anyOf" in keys):
+        if has_parts or (keys > {"$ref"}) or ("properties" in node and keys & {"anyOf", "oneOf"}):
             return schema
         if "oneOf" in node and not _are_told_apart(node["oneOf"]):
             return schema

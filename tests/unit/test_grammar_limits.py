@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
-import resource
-import subprocess
-import sys
 import threading
 import time
 
@@ -16,13 +12,11 @@ import pytest
 from finwhale.text import grammar, grammar_trial
 from finwhale.text.grammar import (
     GrammarError,
-    GrammarUnavailableError,
     PrefixError,
     json_object_constraint,
     json_schema_constraint,
     regex_constraint,
 )
-from finwhale.text.grammar_trial import TrialError, TrialLostError, matcher_of
 from finwhale.text.schema_limits import (
     MAX_LEVELS,
     SchemaError,
@@ -292,112 +286,3 @@ def test_a_trials_child_ends_with_its_trial(small):
     del trial
     gc.collect()
     assert child.poll() is not None
-
-
-def trial_of(tokenizer: Tokenizer) -> grammar_trial.Trial:
-    return grammar_trial.Trial(
-        tokenizer.raw.to_str(), vocab_size=tokenizer.vocab_size, eos_id=tokenizer.eos_id
-    )
-
-
-def test_a_trial_works_with_more_descriptors_than_select_takes(small):
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
-    held = [os.dup(0) for _ in range(1100)]
-    trial = trial_of(small)
-    try:
-        assert max(held) > 1023
-        assert trial.run("pattern", "^[a-z]{3}$") >= 0
-    finally:
-        trial.close()
-        for descriptor in held:
-            os.close(descriptor)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-def test_a_trial_works_under_a_limit_that_may_not_be_raised(small):
-    program = (
-        "import resource, sys\n"
-        "resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))\n"
-        "from finwhale.text.grammar_trial import Trial\n"
-        "source = sys.stdin.read()\n"
-        f"trial = Trial(source, vocab_size={small.vocab_size}, eos_id={small.eos_id})\n"
-        "assert trial.run('pattern', '^[a-z]{3}$') >= 0\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    subprocess.run(
-        [sys.executable, "-c", program],
-        input=small.raw.to_str().encode(),
-        env=environment,
-        check=True,
-        timeout=60,
-    )
-
-
-def test_what_ends_the_child_from_outside_says_nothing_about_a_grammar(small, monkeypatch):
-    """It is not remembered, and the next try is served."""
-    pattern = "(ab|cd){1,7}e"
-    ask = grammar_trial.Trial._ask
-
-    def killed(self, message, seconds):
-        if "kind" in message:
-            self._children[0].kill()
-        return ask(self, message, seconds)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(grammar_trial.Trial, "_ask", killed)
-        with pytest.raises(GrammarUnavailableError, match=r"^pattern: .*ask again"):
-            regex_constraint(small, pattern)
-    assert regex_constraint(small, pattern).mask().any()
-
-
-def test_a_child_that_cannot_be_started_says_nothing_about_a_grammar(small, monkeypatch):
-    def no_memory(*_, **__):
-        raise OSError(12, "Cannot allocate memory")
-
-    pattern = "(ab|cd){1,8}e"
-    grammar._trial(small).close()
-    with monkeypatch.context() as patch:
-        patch.setattr(subprocess, "Popen", no_memory)
-        with pytest.raises(GrammarUnavailableError, match="Cannot allocate memory"):
-            regex_constraint(small, pattern)
-    assert regex_constraint(small, pattern).mask().any()
-
-
-def test_a_limit_of_the_child_is_remembered_and_a_late_one_is_not(small):
-    trial = trial_of(small)
-    heavy = json.dumps(
-        {"allOf": [{"type": "string", "pattern": f".*a.{{{n}}}"} for n in range(30)]}
-    )
-    with pytest.raises(TrialError, match="compiling takes more than"):
-        trial.run("schema", heavy)
-    with pytest.raises(TrialLostError):
-        trial.run("schema", heavy, seconds=0.01)
-    assert trial.run("pattern", "a+") >= 0
-    trial.close()
-
-
-def test_all_trials_of_a_request_share_its_time(small):
-    with grammar.trial_budget(0.0), pytest.raises(GrammarUnavailableError):
-        regex_constraint(small, "(ab|cd){1,9}e")
-    assert regex_constraint(small, "(ab|cd){1,9}e").mask().any()
-
-
-def test_values_of_overlapping_branches_are_not_served_as_one_of_them(small):
-    """{"a": 1, "b": 2} fits both open branches, so oneOf forbids it (by hand)."""
-    number = {"type": "integer"}
-    schema = {
-        "oneOf": [
-            {"type": "object", "properties": {"a": number}, "required": ["a"]},
-            {"type": "object", "properties": {"a": number, "b": number}, "required": ["a", "b"]},
-        ]
-    }
-
-    def walk() -> None:
-        walker = json_schema_constraint(small, schema)
-        for token in [*small.encode('{"a": 1, "b": 2}'), small.eos_id]:
-            walker.advance(token)
-
-    # The schema itself is refused, or the value is.
-    with pytest.raises(GrammarError):
-        walk()
