@@ -190,8 +190,8 @@ def test_what_was_left_out_is_told_in_a_header(world, path, body, note, stream):
 def test_notes_of_the_preparation_are_told_beside_those_of_the_body(world, monkeypatch):
     prepare = world.service.preparer.prepared
 
-    def noting(plan):
-        prepared = prepare(plan)
+    def noting(plan, **options):
+        prepared = prepare(plan, **options)
         return replace(prepared, notes=(*prepared.notes, "thinking was switched off"))
 
     monkeypatch.setattr(world.service.preparer, "prepared", noting)
